@@ -90,7 +90,10 @@ func artifactOf(m ocispec.Manifest) (*Artifact, error) {
 	seen := map[string]bool{} // files: true; their directories: false
 	for i, l := range m.Layers {
 		if err := checkDescriptor(l, 0); err != nil {
-			return nil, corrupt("blob %d: %w", i, err)
+			return nil, malformed("blob %d: %w", i, err)
+		}
+		if hasNoSize(l) {
+			return nil, malformed("blob %d: %s: its size is missing or 0", i, l.Digest)
 		}
 		path, ok := pathOf(l)
 		if !ok {

@@ -2,7 +2,6 @@ package registry
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"strings"
 
@@ -82,8 +81,8 @@ func (r *Repository) referrers(
 			return nil, "", err
 		}
 		var index ocispec.Index
-		if err := json.Unmarshal(data, &index); err != nil {
-			return nil, "", corrupt("referrers: invalid JSON")
+		if err := decode(data, &index); err != nil {
+			return nil, "", fmt.Errorf("referrers: %w", err)
 		}
 		for _, m := range index.Manifests {
 			if strings.HasPrefix(m.ArtifactType, CosignBundle) {
@@ -110,15 +109,15 @@ func (r *Repository) signaturesIn(
 		return nil, err
 	}
 	var manifest ocispec.Manifest
-	if err := json.Unmarshal(data, &manifest); err != nil {
-		return nil, corrupt("manifest of signatures: invalid JSON")
+	if err := decode(data, &manifest); err != nil {
+		return nil, fmt.Errorf("manifest of signatures: %w", err)
 	}
 	for _, l := range manifest.Layers {
 		if l.MediaType != cosignSimpleSigning || len(list) == maxAttachments {
 			continue
 		}
 		if err := checkDescriptor(l, maxAttachmentSize); err != nil {
-			return nil, corrupt("signature: %w", err)
+			return nil, malformed("signature: %w", err)
 		}
 		payload, err := r.small(ctx, "blobs/"+l.Digest.String(), l, maxAttachmentSize)
 		if err != nil {

@@ -19,6 +19,8 @@ const (
 	maxFailures = 5
 	// progressBytes must arrive from a host before its earlier failures are forgotten.
 	progressBytes = 1 << 20
+	// leastBytes must arrive between two stalls of a host.
+	leastBytes = 64 << 10
 )
 
 // blobHosts are the hosts of one blob. A host that fails for a moment is asked again, after those
@@ -107,7 +109,7 @@ func (h *blobHost) progress(n int) {
 }
 
 // failed records why a host did not serve the blob or its rest. A stall takes the whole timeout, so
-// the second one without a byte between ends the use of the host.
+// the second one in a row ends the use of the host.
 func (l *blobHosts) failed(h *blobHost, err error) {
 	h.err = err
 	h.noteDown(err)
@@ -123,8 +125,8 @@ func (l *blobHosts) failed(h *blobHost, err error) {
 		h.received = 0
 	}
 	h.failures++
-	silent := h.failures > 1 && h.fresh == 0 && errors.Is(err, stall.Err)
-	h.out = silent || h.failures == maxFailures
+	stalls := h.failures > 1 && h.fresh < leastBytes && errors.Is(err, stall.Err)
+	h.out = stalls || h.failures == maxFailures
 	h.fresh = 0
 	h.ready = time.Now().Add(l.repo.delay(h.failures, u.after))
 }

@@ -196,9 +196,10 @@ func (c *Client) lookupFor(given Credentials, h hostConfig, repository,
 }
 
 const (
-	maxRounds  = 3                      // rounds over all hosts for a manifest
-	firstDelay = 200 * time.Millisecond // before the second round, then doubled
-	maxDelay   = 10 * time.Second       // also the upper limit of a Retry-After
+	maxRounds     = 3                      // rounds over all hosts for a manifest
+	firstDelay    = 200 * time.Millisecond // before the second round, then doubled
+	maxDelay      = 10 * time.Second
+	maxRetryAfter = time.Minute // the longest Retry-After that is waited for
 )
 
 // askAll calls ask for the hosts with the given capabilities, in order, until one succeeds. After a
@@ -260,9 +261,10 @@ func (r *Repository) hosts(caps capability, first int) []*endpoint {
 	return list
 }
 
-// delay returns the pause after a number of failures.
+// delay returns the pause after a number of failures. wanted is what the host asks for, at most
+// maxRetryAfter.
 func (r *Repository) delay(failures int, wanted time.Duration) time.Duration {
-	return min(max(r.pause<<min(failures-1, 10), wanted), maxDelay)
+	return max(min(r.pause<<min(failures-1, 10), maxDelay), wanted)
 }
 
 // sleep waits for a duration or until ctx is done.

@@ -192,7 +192,7 @@ func TestResolveIndex(t *testing.T) {
 	wrong.Size++
 	check("wrong size", ociIndex, index(ociIndex, wrong), "", codes.DataLoss)
 	wrong.Size = MaxManifestSize + 1
-	check("huge size", ociIndex, index(ociIndex, wrong), "", codes.DataLoss)
+	check("huge size", ociIndex, index(ociIndex, wrong), "", codes.FailedPrecondition)
 
 	nested := entry(ours, "linux/arm/v7")
 	for depth := 1; depth <= MaxIndexDepth; depth++ {
@@ -213,7 +213,7 @@ func TestIndexDigestIsCheckedBeforeUse(t *testing.T) {
 		return true
 	}
 	_, err := resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{})
-	wantCode(t, err, codes.DataLoss, "sha256:../../../../secret")
+	wantCode(t, err, codes.FailedPrecondition, "sha256:../../../../secret")
 	if reg.Count("secret") != 0 {
 		t.Error("the digest became a path")
 	}
@@ -840,14 +840,29 @@ func TestForeignLayerURLIsNotFollowed(t *testing.T) {
 	}
 }
 
+// The error of a redirect loop names the URLs, but not what may be a token in them.
 func TestRedirectLoopEnds(t *testing.T) {
-	reg := registrytest.New(t)
-	reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
-		http.Redirect(w, r, r.URL.String(), http.StatusFound)
+	reg, other := registrytest.New(t), registrytest.New(t)
+	other.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		http.Redirect(w, r, reg.URL+"/v2/app/manifests/v1?token=hunter2", http.StatusFound)
 		return true
 	}
-	_, err := resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{})
-	wantUnavailable(t, err, "redirects")
+	asked := "https://" + reg.Host() // before berth knows that it speaks plain HTTP
+	for to, want := range map[string]string{
+		"?again=hunter2":               asked + "/v2/app/manifests/v1",
+		"/hunter2":                     asked + "/v2/app/manifests/v1, " + asked + "/…",
+		other.URL + "/hunter2?hunter2": asked + "/v2/app/manifests/v1, " + other.URL + "/…",
+	} {
+		reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
+			http.Redirect(w, r, to, http.StatusFound)
+			return true
+		}
+		_, err := resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{})
+		wantUnavailable(t, err, "more than 10 redirects: "+want)
+		if err != nil && strings.Contains(err.Error(), "hunter2") {
+			t.Errorf("the error shows a URL: %v", err)
+		}
+	}
 }
 
 // Text of a server in errors is short and printable, and contains no URL with a token.

@@ -2,10 +2,10 @@ package registry
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net/http"
 	"net/url"
 	"strconv"
@@ -28,7 +28,8 @@ type UnavailableError struct {
 func (e *UnavailableError) Error() string { return e.Err.Error() }
 func (e *UnavailableError) Unwrap() error { return e.Err }
 
-// corrupt returns an error for content that fails its checks.
+// corrupt returns an error for content that is not what its digest or size says. The next host may
+// have the right one.
 func corrupt(format string, args ...any) error {
 	return errdefs.New(codes.DataLoss, format, args...)
 }
@@ -41,7 +42,10 @@ func isCorrupt(err error) bool { return errdefs.Code(err) == codes.DataLoss }
 // as well.
 func requestError(ctx context.Context, err error) error {
 	var u *url.Error
-	if errors.As(err, &u) {
+	switch {
+	case errors.Is(err, errRedirects) && errors.As(err, &u): // it names the URLs
+		err = u.Err
+	case errors.As(err, &u):
 		err = fmt.Errorf("%s %s: %w", strings.ToUpper(u.Op), origin(u.URL), short(u.Err))
 	}
 	if ctx.Err() != nil {
@@ -86,7 +90,7 @@ func isTemporary(err error) bool {
 func statusError(resp *http.Response, own bool) error {
 	text := errdefs.Clip(resp.Status)
 	if own {
-		text += registryMessage(resp.Body)
+		text += registryMessage(resp)
 	}
 	switch code := resp.StatusCode; {
 	case code == http.StatusUnauthorized:
@@ -97,33 +101,54 @@ func statusError(resp *http.Response, own bool) error {
 	case code == http.StatusNotFound:
 		return errdefs.NotFound("not found: %s", text)
 	case code == http.StatusRequestTimeout, code == http.StatusTooManyRequests, code >= 500:
-		return &UnavailableError{Err: errors.New(text), temporary: true, after: retryAfter(resp.Header)}
+		return busy(resp.Header, text)
 	}
 	return fmt.Errorf("unexpected answer: %s", text)
 }
 
 // registryMessage reads the distribution spec's error body.
-func registryMessage(body io.Reader) string {
-	data, err := io.ReadAll(io.LimitReader(body, 64<<10))
-	if err != nil {
-		return ""
+func registryMessage(resp *http.Response) string {
+	const limit = 64 << 10
+	data, err := readLimited(resp.Body, limit)
+	if err == nil {
+		data, err = unpackJSON(data, resp.Header.Get("Content-Encoding"), limit)
 	}
 	var doc struct {
 		Errors []struct{ Code, Message string }
 	}
-	if json.Unmarshal(data, &doc) != nil || len(doc.Errors) == 0 {
+	if err != nil || decode(data, &doc) != nil || len(doc.Errors) == 0 {
 		return ""
 	}
 	return fmt.Sprintf(" (%s: %s)", errdefs.Clip(doc.Errors[0].Code), errdefs.Clip(doc.Errors[0].Message))
 }
 
-// retryAfter reads the delay form of a Retry-After header.
+// busy returns the error of a server that fails or is overloaded. If it asks for a longer pause than
+// a pull should wait, it is not asked again.
+func busy(h http.Header, text string) error {
+	after := retryAfter(h)
+	if after > maxRetryAfter {
+		return &UnavailableError{Err: fmt.Errorf("%s, retry after %v", text, after.Round(time.Second))}
+	}
+	return &UnavailableError{Err: errors.New(text), temporary: true, after: after}
+}
+
+// retryAfter reads a Retry-After header: seconds or a date. A date counts from the server's own
+// date, because the clocks may differ. A date in the past is no pause.
 func retryAfter(h http.Header) time.Duration {
-	s, err := strconv.Atoi(h.Get("Retry-After"))
-	if err != nil || s < 0 {
+	const limit = 24 * time.Hour
+	value := h.Get("Retry-After")
+	if s, err := strconv.ParseFloat(value, 64); err == nil && !math.IsNaN(s) {
+		return time.Duration(min(max(s, 0), limit.Seconds()) * float64(time.Second))
+	}
+	until, err := http.ParseTime(value)
+	if err != nil {
 		return 0
 	}
-	return time.Duration(min(s, 3600)) * time.Second
+	now, err := http.ParseTime(h.Get("Date"))
+	if err != nil {
+		now = time.Now()
+	}
+	return min(max(until.Sub(now), 0), limit)
 }
 
 // origin returns scheme and host of a URL, which are safe to show.

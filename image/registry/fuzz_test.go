@@ -1,9 +1,11 @@
 package registry
 
 import (
+	"bytes"
 	"context"
 	"encoding/base64"
 	"fmt"
+	"io"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -108,7 +110,7 @@ func FuzzRegistryMessage(f *testing.F) {
 	f.Add([]byte(`{"errors":[{"code":"DENIED","message":"no\nway"}]}`))
 	f.Add([]byte(`{"errors":[{"message":"\u202e\u0000` + strings.Repeat("é", 500) + `"}]}`))
 	f.Fuzz(func(t *testing.T, body []byte) {
-		text := registryMessage(strings.NewReader(string(body)))
+		text := registryMessage(&http.Response{Body: io.NopCloser(bytes.NewReader(body))})
 		if len(text) > 500 || strings.ContainsFunc(text, func(r rune) bool { return !unicode.IsPrint(r) }) {
 			t.Fatalf("%q", text)
 		}

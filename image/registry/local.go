@@ -63,7 +63,7 @@ func ResolveLocal(read ReadBlob, top ocispec.Descriptor, node ocispec.Platform) 
 
 func readDocument(read ReadBlob, want ocispec.Descriptor) (document, error) {
 	if err := checkDescriptor(want, MaxManifestSize); err != nil {
-		return document{}, corrupt("manifest: %w", err)
+		return document{}, malformed("manifest: %w", err)
 	}
 	data, err := read(want)
 	if err != nil {

@@ -50,7 +50,7 @@ type document struct {
 // both a manifest and an index would be two images (CVE-2021-41190).
 func parseDocument(data []byte, contentType string) (document, error) {
 	var raw struct {
-		SchemaVersion int                  `json:"schemaVersion"`
+		SchemaVersion schemaVersion        `json:"schemaVersion"`
 		MediaType     string               `json:"mediaType"`
 		ArtifactType  string               `json:"artifactType"`
 		Manifests     []ocispec.Descriptor `json:"manifests"`
@@ -59,27 +59,24 @@ func parseDocument(data []byte, contentType string) (document, error) {
 		FSLayers      json.RawMessage      `json:"fsLayers"`
 		Annotations   map[string]string    `json:"annotations"`
 	}
-	if err := checkValues(data); err != nil {
+	if err := decode(data, &raw); err != nil {
 		return document{}, fmt.Errorf("not a manifest: %w", err)
 	}
-	if err := json.Unmarshal(data, &raw); err != nil {
-		return document{}, corrupt("not a manifest: invalid JSON")
-	}
-	if raw.SchemaVersion == 1 || raw.FSLayers != nil || isSchema1(contentType) {
+	if raw.SchemaVersion == "1" || raw.FSLayers != nil || isSchema1(contentType) {
 		return document{}, errdefs.FailedPrecondition("Docker image manifest schema 1 is not supported: rebuild the image as an OCI image or with Docker 1.10 or later")
 	}
 	isIndex, isManifest := raw.Manifests != nil, raw.Config != nil || raw.Layers != nil
 	switch {
-	case raw.SchemaVersion != 2:
-		return document{}, corrupt("not a manifest: schema version %d", raw.SchemaVersion)
+	case raw.SchemaVersion != "2" && raw.SchemaVersion != "":
+		return document{}, malformed("not a manifest: schema version %q", errdefs.Clip(string(raw.SchemaVersion)))
 	case isIndex == isManifest:
-		return document{}, corrupt("not a manifest: it must have either manifests or a config")
+		return document{}, malformed("not a manifest: it must have either manifests or a config")
 	case isManifest && raw.Config == nil:
-		return document{}, corrupt("not an image manifest: it has no config")
+		return document{}, malformed("not an image manifest: it has no config")
 	}
 	for _, t := range []string{raw.MediaType, mediaType(contentType)} {
 		if isIndex && isManifestType(t) || isManifest && isIndexType(t) {
-			return document{}, corrupt("content does not match the media type %s", errdefs.Clip(t))
+			return document{}, malformed("content does not match the media type %s", errdefs.Clip(t))
 		}
 	}
 	if isIndex {
@@ -99,30 +96,10 @@ func parseDocument(data []byte, contentType string) (document, error) {
 	return document{manifest: m}, checkManifest(m)
 }
 
-// checkValues rejects JSON with more than MaxValues values before it is decoded. The content of
-// strings does not count.
-func checkValues(data []byte) error {
-	values, inString := 0, false
-	for i := 0; i < len(data); i++ {
-		switch c := data[i]; {
-		case c == '"':
-			inString = !inString
-		case inString && c == '\\':
-			i++
-		case !inString && (c == ',' || c == '{' || c == '['):
-			values++
-		}
-	}
-	if values > MaxValues {
-		return corrupt("%d JSON values, more than the limit of %d", values, MaxValues)
-	}
-	return nil
-}
-
 // checkManifest rejects manifests of images that cannot be mounted or that exceed the limits.
 func checkManifest(m ocispec.Manifest) error {
 	if err := checkDescriptor(m.Config, MaxConfigSize); err != nil {
-		return corrupt("config: %w", err)
+		return malformed("config: %w", err)
 	}
 	if len(m.Layers) > MaxLayers {
 		return errdefs.FailedPrecondition("image has %d layers, more than the %d that can be mounted",
@@ -130,15 +107,15 @@ func checkManifest(m ocispec.Manifest) error {
 	}
 	sizes := make(map[digest.Digest]int64, len(m.Layers))
 	for i, l := range m.Layers {
-		if !isLayerType(l.MediaType) {
+		if l.MediaType != "" && !isLayerType(l.MediaType) {
 			return errdefs.FailedPrecondition("layer %d has the media type %q, which is no container image's layer",
 				i, errdefs.Clip(l.MediaType))
 		}
 		if err := checkDescriptor(l, 0); err != nil {
-			return corrupt("layer %d: %w", i, err)
+			return malformed("layer %d: %w", i, err)
 		}
 		if size, ok := sizes[l.Digest]; ok && size != l.Size { // downloads of one blob are shared
-			return corrupt("layer %d: %s has two sizes", i, l.Digest)
+			return malformed("layer %d: %s has two sizes", i, l.Digest)
 		}
 		sizes[l.Digest] = l.Size
 	}
@@ -163,22 +140,19 @@ func checkDescriptor(d ocispec.Descriptor, limit int64) error {
 // digests.
 func parseConfig(data []byte, layers []ocispec.Descriptor) (ocispec.Image, []Layer, error) {
 	var c ocispec.Image
-	if err := checkValues(data); err != nil {
+	if err := decode(data, &c); err != nil {
 		return c, nil, fmt.Errorf("config: %w", err)
 	}
-	if err := json.Unmarshal(data, &c); err != nil {
-		return c, nil, corrupt("config: invalid JSON")
-	}
 	if len(c.RootFS.DiffIDs) != len(layers) {
-		return c, nil, corrupt("config has %d layers, manifest %d", len(c.RootFS.DiffIDs), len(layers))
+		return c, nil, malformed("config has %d layers, manifest %d", len(c.RootFS.DiffIDs), len(layers))
 	}
 	pairs := make([]Layer, 0, len(layers))
 	for i, d := range c.RootFS.DiffIDs {
 		if err := checkDigest(d); err != nil {
-			return c, nil, corrupt("config: layer %d: %w", i, err)
+			return c, nil, malformed("config: layer %d: %w", i, err)
 		}
 		if d.Algorithm() != digest.SHA256 {
-			return c, nil, corrupt("config: layer %d: %s is not a sha256 digest", i, d.Algorithm())
+			return c, nil, malformed("config: layer %d: %s is not a sha256 digest", i, d.Algorithm())
 		}
 		pairs = append(pairs, Layer{DiffID: d, Blob: layers[i]})
 	}

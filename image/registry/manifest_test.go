@@ -52,24 +52,24 @@ func TestParseDocument(t *testing.T) {
 		{"index", `{"schemaVersion":2,"manifests":[]}`, ociIndex, codes.OK, ""},
 		{"docker list", `{"schemaVersion":2,"mediaType":"` + mediaTypeDockerList + `","manifests":[]}`, mediaTypeDockerList, codes.OK, ""},
 
-		{"not JSON", `<html>hunter2`, "text/html", codes.DataLoss, "invalid JSON"},
-		{"empty", `{}`, ociManifest, codes.DataLoss, "schema version 0"},
-		{"neither", `{"schemaVersion":2}`, ociManifest, codes.DataLoss, "either"},
+		{"not JSON", `<html>hunter2`, "text/html", codes.FailedPrecondition, "invalid JSON"},
+		{"empty", `{}`, ociManifest, codes.FailedPrecondition, "either"},
+		{"neither", `{"schemaVersion":2}`, ociManifest, codes.FailedPrecondition, "either"},
 		{"schema 1", `{"schemaVersion":1,"fsLayers":[]}`, mediaTypeSignedSchema1, codes.FailedPrecondition, "schema 1"},
 		{"schema 1 by type", manifestJSON("", config, layer), mediaTypeDockerSchema1, codes.FailedPrecondition, "schema 1"},
-		{"both (CVE-2021-41190)", `{"schemaVersion":2,"manifests":[],"config":` + config + `,"layers":[]}`, ociManifest, codes.DataLoss, "either"},
-		{"index said to be a manifest", `{"schemaVersion":2,"manifests":[]}`, ociManifest, codes.DataLoss, "does not match the media type"},
-		{"manifest that says it is an index", manifestJSON(ociIndex, config, layer), "", codes.DataLoss, "does not match the media type"},
-		{"no config", `{"schemaVersion":2,"layers":[` + layer + `]}`, ociManifest, codes.DataLoss, "no config"},
+		{"both (CVE-2021-41190)", `{"schemaVersion":2,"manifests":[],"config":` + config + `,"layers":[]}`, ociManifest, codes.FailedPrecondition, "either"},
+		{"index said to be a manifest", `{"schemaVersion":2,"manifests":[]}`, ociManifest, codes.FailedPrecondition, "does not match the media type"},
+		{"manifest that says it is an index", manifestJSON(ociIndex, config, layer), "", codes.FailedPrecondition, "does not match the media type"},
+		{"no config", `{"schemaVersion":2,"layers":[` + layer + `]}`, ociManifest, codes.FailedPrecondition, "no config"},
 		{"artifact", manifestJSON(ociManifest, descriptor("application/vnd.cncf.helm.config.v1+json", sha256Of0, 1), layer), ociManifest, codes.OK, ""},
 		{"encrypted layer", manifestJSON(ociManifest, config, descriptor(ociLayer+"+encrypted", sha256Of0, 1)), ociManifest, codes.FailedPrecondition, "no container image's layer"},
 		{"in-toto layer", manifestJSON(ociManifest, config, descriptor("application/vnd.in-toto+json", sha256Of0, 1)), ociManifest, codes.FailedPrecondition, "in-toto"},
-		{"layer digest is a path (CVE-2024-3727)", manifestJSON(ociManifest, config, descriptor(ociLayer, "sha256:../../../../etc/passwd", 1)), ociManifest, codes.DataLoss, "layer 0"},
-		{"config digest is empty", manifestJSON(ociManifest, descriptor(ociConfig, "", 1), layer), ociManifest, codes.DataLoss, "config"},
-		{"weak digest", manifestJSON(ociManifest, config, descriptor(ociLayer, "md5:"+hex(32), 1)), ociManifest, codes.DataLoss, "layer 0"},
-		{"negative size", manifestJSON(ociManifest, config, descriptor(ociLayer, sha256Of0, -1)), ociManifest, codes.DataLoss, "negative"},
-		{"one blob, two sizes", manifestJSON(ociManifest, config, descriptor(ociLayer, sha256Of0, 1), descriptor(ociLayer, sha256Of0, 2)), ociManifest, codes.DataLoss, "two sizes"},
-		{"huge config", manifestJSON(ociManifest, descriptor(ociConfig, sha256Of0, MaxConfigSize+1), layer), ociManifest, codes.DataLoss, "larger than"},
+		{"layer digest is a path (CVE-2024-3727)", manifestJSON(ociManifest, config, descriptor(ociLayer, "sha256:../../../../etc/passwd", 1)), ociManifest, codes.FailedPrecondition, "layer 0"},
+		{"config digest is empty", manifestJSON(ociManifest, descriptor(ociConfig, "", 1), layer), ociManifest, codes.FailedPrecondition, "config"},
+		{"weak digest", manifestJSON(ociManifest, config, descriptor(ociLayer, "md5:"+hex(32), 1)), ociManifest, codes.FailedPrecondition, "layer 0"},
+		{"negative size", manifestJSON(ociManifest, config, descriptor(ociLayer, sha256Of0, -1)), ociManifest, codes.FailedPrecondition, "negative"},
+		{"one blob, two sizes", manifestJSON(ociManifest, config, descriptor(ociLayer, sha256Of0, 1), descriptor(ociLayer, sha256Of0, 2)), ociManifest, codes.FailedPrecondition, "two sizes"},
+		{"huge config", manifestJSON(ociManifest, descriptor(ociConfig, sha256Of0, MaxConfigSize+1), layer), ociManifest, codes.FailedPrecondition, "larger than"},
 		{"too many layers", manifestJSON(ociManifest, config, many...), ociManifest, codes.FailedPrecondition, "501 layers"},
 	} {
 		_, err := parseDocument([]byte(c.data), c.contentType)
@@ -105,7 +105,7 @@ func FuzzParseDocument(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte, contentType string) {
 		doc, err := parseDocument(data, contentType)
 		if err != nil {
-			tame(t, err, codes.DataLoss, codes.FailedPrecondition)
+			tame(t, err, codes.FailedPrecondition)
 			return
 		}
 		if doc.index != nil {
@@ -134,13 +134,13 @@ func TestParseConfig(t *testing.T) {
 		`{"rootfs":{"diff_ids":["` + sha256Of1 + `","` + sha256Of1 + `"]}}`: "2 layers, manifest 1",
 		`{"rootfs":{"diff_ids":["../../x"]}}`:                               "layer 0",
 		`{"rootfs":{"diff_ids":["sha512:` + hex(128) + `"]}}`:               "not a sha256 digest",
-		`[]`: "invalid JSON",
+		`[]`: "object expected, not array",
 	} {
 		_, got, err := parseConfig([]byte(data), layers)
 		switch {
 		case want == "" && (err != nil || len(got) != 1 || got[0].DiffID != sha256Of1 || got[0].Blob.Digest != sha256Of0):
 			t.Errorf("%s: %+v, %v", data, got, err)
-		case want != "" && (errdefs.Code(err) != codes.DataLoss || !strings.Contains(err.Error(), want)):
+		case want != "" && (errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), want)):
 			t.Errorf("%s: %v; want %q", data, err, want)
 		}
 	}
@@ -152,7 +152,7 @@ func FuzzParseConfig(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte) {
 		_, layers, err := parseConfig(data, []ocispec.Descriptor{{Digest: sha256Of0}})
 		if err != nil {
-			tame(t, err, codes.DataLoss)
+			tame(t, err, codes.FailedPrecondition)
 			return
 		}
 		if len(layers) != 1 || layers[0].DiffID.Algorithm() != digest.SHA256 || layers[0].DiffID.Validate() != nil {
@@ -166,10 +166,10 @@ func TestTooManyValues(t *testing.T) {
 	many := "[{}" + strings.Repeat(",{}", MaxValues) + "]"
 	for _, doc := range []string{`{"schemaVersion":2,"manifests":` + many + `}`, `{"schemaVersion":2,"config":{},"layers":` + many + `}`} {
 		_, err := parseDocument([]byte(doc), "")
-		wantCode(t, err, codes.DataLoss, "JSON values")
+		wantCode(t, err, codes.FailedPrecondition, "JSON values")
 	}
 	_, _, err := parseConfig([]byte(`{"history":`+many+`}`), nil)
-	wantCode(t, err, codes.DataLoss, "JSON values")
+	wantCode(t, err, codes.FailedPrecondition, "JSON values")
 	label, err := json.Marshal(many + `\",{`)
 	if err != nil {
 		t.Fatal(err)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"time"
 
@@ -107,7 +106,7 @@ func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image
 			return nil, errdefs.NotFound("no image for platform %s in the index %s", platforms.Format(node), top)
 		}
 		if err := checkDescriptor(chosen, MaxManifestSize); err != nil {
-			return nil, corrupt("index %s: %w", top, err)
+			return nil, malformed("index %s: %w", top, err)
 		}
 		if doc, _, err = r.fetchDocument(ctx, chosen.Digest.String(), chosen); err != nil {
 			return nil, fmt.Errorf("fetch manifest %s: %w", chosen.Digest, err)
@@ -127,7 +126,44 @@ func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image
 		return nil, err
 	}
 	img.Digest, img.Documents = top, documents
-	return img, checkConfigPlatform(img.Config, node, chosen.Platform == nil)
+	if err := checkConfigPlatform(img.Config, node, chosen.Platform == nil); err != nil {
+		return nil, err
+	}
+	return img, r.findSizes(ctx, img.Layers)
+}
+
+// hasNoSize reports whether the size of a blob is missing, or 0 although it is not empty.
+func hasNoSize(d ocispec.Descriptor) bool {
+	return d.Size == 0 && d.Digest != d.Digest.Algorithm().FromBytes(nil)
+}
+
+// findSizes asks the hosts for the sizes that a manifest does not have, because CRI-O pulls such
+// images too. The digest decides whether a size was right.
+func (r *Repository) findSizes(ctx context.Context, layers []Layer) error {
+	for i := range layers {
+		blob := &layers[i].Blob
+		if !hasNoSize(*blob) {
+			continue
+		}
+		err := r.askAll(ctx, capPull, func(e *endpoint) error {
+			resp, err := e.request(ctx, http.MethodHead, "blobs/"+blob.Digest.String(), http.Header{"Accept": {"*/*"}})
+			if err != nil {
+				return err
+			}
+			if resp.StatusCode != http.StatusOK {
+				return e.statusError(resp)
+			}
+			drain(resp.Body)
+			if blob.Size = resp.ContentLength; blob.Size <= 0 {
+				return malformed("the host does not tell it")
+			}
+			return nil
+		})
+		if err != nil {
+			return fmt.Errorf("layer %d: %s: its size is missing or 0 in the manifest: %w", i, blob.Digest, err)
+		}
+	}
+	return nil
 }
 
 // checkConfigPlatform rejects an image of another operating system. If no index stated the
@@ -222,12 +258,16 @@ func (e *endpoint) fetchUntil(
 		return nil, "", e.statusError(resp)
 	}
 	defer resp.Body.Close() // read to its end or abandoned
-	data, err = io.ReadAll(io.LimitReader(resp.Body, limit+1))
-	if err != nil {
+	if data, err = readLimited(resp.Body, limit); err != nil {
 		return nil, "", bodyError(ctx, err)
 	}
-	if int64(len(data)) > limit {
-		return nil, "", errdefs.FailedPrecondition("larger than the limit of %d bytes", limit)
+	if err := checkLimit(data, limit); err != nil {
+		return nil, "", err
+	}
+	if !isNamed(data, want.Digest, resp.Header) {
+		if data, err = unpackJSON(data, resp.Header.Get("Content-Encoding"), limit); err != nil {
+			return nil, "", err
+		}
 	}
 	if want.Size > 0 && int64(len(data)) != want.Size {
 		return nil, "", corrupt("size is %d bytes, not %d", len(data), want.Size)
@@ -239,6 +279,14 @@ func (e *endpoint) fetchUntil(
 		return nil, "", corrupt("digest of the content is %s, not %s", got, want.Digest)
 	}
 	return data, resp.Header.Get("Content-Type"), nil
+}
+
+// isNamed reports whether content has the wanted digest or, if none is known, that of its headers.
+func isNamed(data []byte, want digest.Digest, h http.Header) bool {
+	if want == "" {
+		want = digest.Digest(h.Get("Docker-Content-Digest"))
+	}
+	return checkDigest(want) == nil && want.Algorithm().FromBytes(data) == want
 }
 
 // nameDigest sets the digest of content that was fetched by tag. If the registry reports one of a

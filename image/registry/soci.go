@@ -2,7 +2,6 @@ package registry
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 
 	"github.com/opencontainers/go-digest"
@@ -29,8 +28,8 @@ func sociIndexOf(m ocispec.Manifest) digest.Digest {
 }
 
 // Ztocs fetches a SOCI index (Image.SOCIIndex) and returns the descriptors of its tables of
-// contents, by the digest of the layer's blob. Errors: DataLoss if it is none, and those of
-// Resolve.
+// contents, by the digest of the layer's blob. Errors: FailedPrecondition if it is none, and
+// those of Resolve.
 func (r *Repository) Ztocs(ctx context.Context, sociIndex digest.Digest) (ztocs map[digest.Digest]ocispec.Descriptor,
 	err error) {
 	err = r.askAll(ctx, capPull, func(e *endpoint) error {
@@ -49,15 +48,12 @@ func (r *Repository) Ztocs(ctx context.Context, sociIndex digest.Digest) (ztocs 
 
 // parseSOCIIndex returns the tables that a SOCI index names.
 func parseSOCIIndex(data []byte) (map[digest.Digest]ocispec.Descriptor, error) {
-	if err := checkValues(data); err != nil {
+	var m ocispec.Manifest
+	if err := decode(data, &m); err != nil {
 		return nil, fmt.Errorf("no SOCI index: %w", err)
 	}
-	var m ocispec.Manifest
-	if err := json.Unmarshal(data, &m); err != nil {
-		return nil, corrupt("no SOCI index: invalid JSON")
-	}
 	if m.ArtifactType != sociIndexType && m.Config.MediaType != sociIndexType {
-		return nil, corrupt("no SOCI index of version 2")
+		return nil, malformed("no SOCI index of version 2")
 	}
 	ztocs := map[digest.Digest]ocispec.Descriptor{}
 	for i, l := range m.Layers {
@@ -66,7 +62,7 @@ func parseSOCIIndex(data []byte) (map[digest.Digest]ocispec.Descriptor, error) {
 			continue // for example a list of what to fetch early
 		}
 		if err := checkDescriptor(l, 0); err != nil {
-			return nil, corrupt("SOCI index: layer %d: %w", i, err)
+			return nil, malformed("SOCI index: layer %d: %w", i, err)
 		}
 		ztocs[blob] = l
 	}

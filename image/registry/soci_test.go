@@ -27,7 +27,7 @@ func TestParseSOCIIndex(t *testing.T) {
 		"no JSON": "{", "version 1": sociJSON("application/vnd.amazon.soci.index.v1+json", sha256Of0), "no digest": sociJSON(sociIndexType, "../x"),
 		"an image": manifestJSON(ociManifest, descriptor(ociConfig, sha256Of0, 1)),
 	} {
-		if got, err := parseSOCIIndex([]byte(text)); errdefs.Code(err) != codes.DataLoss {
+		if got, err := parseSOCIIndex([]byte(text)); errdefs.Code(err) != codes.FailedPrecondition {
 			t.Errorf("%s: %v, %v", name, got, err)
 		}
 	}
@@ -60,7 +60,7 @@ func FuzzParseSOCIIndex(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte) {
 		ztocs, err := parseSOCIIndex(data)
 		if err != nil {
-			tame(t, err, codes.DataLoss, codes.FailedPrecondition)
+			tame(t, err, codes.FailedPrecondition, codes.FailedPrecondition)
 			return
 		}
 		for _, d := range ztocs {

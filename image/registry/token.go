@@ -3,7 +3,6 @@ package registry
 import (
 	"context"
 	"crypto/tls"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -115,16 +114,20 @@ func (s *tokenServer) do(r *http.Request) (*http.Response, error) {
 // readToken reads the answer of a token server. Its other fields are of no use: a token counts until
 // the registry refuses it.
 func readToken(ctx context.Context, resp *http.Response) (Secret, error) {
-	data, err := io.ReadAll(io.LimitReader(resp.Body, maxTokenBytes+1))
+	data, err := readLimited(resp.Body, maxTokenBytes)
 	if err != nil {
 		return "", tokenError(ctx, err)
 	}
+	data, err = unpackJSON(data, resp.Header.Get("Content-Encoding"), maxTokenBytes)
 	var answer struct {
 		Token       string `json:"token"`
 		AccessToken string `json:"access_token"`
 	}
-	if err := json.Unmarshal(data, &answer); err != nil {
-		return "", errdefs.New(codes.Unauthenticated, "response is not valid JSON")
+	if err == nil {
+		err = decode(data, &answer)
+	}
+	if err != nil {
+		return "", errdefs.New(codes.Unauthenticated, "its response has no token: %w", err)
 	}
 	token := Secret(answer.Token)
 	if token == "" {
@@ -132,7 +135,7 @@ func readToken(ctx context.Context, resp *http.Response) (Secret, error) {
 	}
 	switch {
 	case token == "":
-		return "", errdefs.New(codes.Unauthenticated, "response has no token")
+		return "", errdefs.New(codes.Unauthenticated, "its response has no token")
 	case !token.sendable():
 		return "", errdefs.New(codes.Unauthenticated, "token has characters that are invalid in a header")
 	}
@@ -145,7 +148,7 @@ func tokenStatus(resp *http.Response) error {
 	status := fmt.Sprintf("%d %s", resp.StatusCode, http.StatusText(resp.StatusCode))
 	switch {
 	case resp.StatusCode >= 500 || resp.StatusCode == http.StatusTooManyRequests:
-		return &UnavailableError{Err: errors.New(status), temporary: true, after: retryAfter(resp.Header)}
+		return busy(resp.Header, status)
 	case resp.StatusCode == http.StatusForbidden:
 		return errdefs.New(codes.PermissionDenied, "pull access denied: %s", status)
 	}

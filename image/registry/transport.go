@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -240,8 +241,30 @@ var errRedirects = errors.New("redirects")
 // token.
 func checkRedirect(r *http.Request, via []*http.Request) error {
 	if len(via) >= maxRedirects {
-		return fmt.Errorf("more than %d %w", maxRedirects, errRedirects)
+		return fmt.Errorf("more than %d %w: %s", maxRedirects, errRedirects, namesOf(via))
 	}
 	r.Header.Del("Referer")
 	return nil
+}
+
+// namesOf names the first different URLs of a chain of redirects. Only the path that berth has
+// requested is shown, because others may contain tokens.
+func namesOf(via []*http.Request) string {
+	const most = 3
+	var names []string
+	for _, r := range via {
+		name := errdefs.Clip(r.URL.Scheme + "://" + r.URL.Host)
+		if r.URL.Path == via[0].URL.Path {
+			name += errdefs.Clip(r.URL.Path)
+		} else {
+			name += "/…"
+		}
+		if !slices.Contains(names, name) {
+			names = append(names, name)
+		}
+	}
+	if len(names) > most {
+		names = append(names[:most], "…")
+	}
+	return strings.Join(names, ", ")
 }

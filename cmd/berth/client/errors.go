@@ -52,7 +52,7 @@ var words = map[codes.Code]string{
 	codes.Unimplemented:      "not supported by this runtime",
 	codes.Internal:           "internal error of the runtime",
 	codes.Unavailable:        "not available",
-	codes.DataLoss:           "data lost",
+	codes.DataLoss:           "wrong or damaged data",
 	codes.Unauthenticated:    "not authorised",
 }
 
