@@ -21,8 +21,7 @@ import (
 // Blob reads a blob from the hosts of a repository. After any interruption it goes on with the next
 // host, and with the bytes that it has. It fails when no host is left, see blobHosts. While a large
 // blob comes slowly, it fetches parts ahead, see Config.Spare. Read returns io.EOF only after it has
-// verified size and digest. It does not follow URLs in the descriptor. Only Stop may be called
-// concurrently with other methods.
+// verified size and digest. Only Stop may be called concurrently with other methods.
 type Blob struct {
 	owner   context.Context    // the caller's context
 	ctx     context.Context    // of transfers: done when owner is done or the blob is stopped
@@ -93,7 +92,7 @@ func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first in
 		owner:   ctx,
 		repo:    r,
 		want:    want,
-		hosts:   r.blobHosts(want.Digest, first),
+		hosts:   r.blobHosts(want, first),
 		onBytes: onBytes,
 		hash:    want.Digest.Algorithm().Hash(),
 	}

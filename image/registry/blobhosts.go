@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"berth/internal/errdefs"
 	"berth/internal/stall"
@@ -50,16 +51,16 @@ type blobHost struct {
 	rangeless bool
 }
 
-// blobHosts returns the hosts of a blob, starting with number first. It leaves out those that have
-// sent another blob, unless that are all.
-func (r *Repository) blobHosts(blob digest.Digest, first int) *blobHosts {
-	l := &blobHosts{repo: r, blob: blob}
+// blobHosts returns the hosts of a blob, starting with number first, and then its URLs. It leaves
+// out the hosts that have sent another blob, unless that are all.
+func (r *Repository) blobHosts(blob ocispec.Descriptor, first int) *blobHosts {
+	l := &blobHosts{repo: r, blob: blob.Digest}
 	places := r.hosts(capPull, first)
-	right := slices.DeleteFunc(slices.Clone(places), func(e *endpoint) bool { return r.isWrong(e, blob) })
+	right := slices.DeleteFunc(slices.Clone(places), func(e *endpoint) bool { return r.isWrong(e, blob.Digest) })
 	if len(right) > 0 {
 		places = right
 	}
-	for _, e := range places {
+	for _, e := range append(places, r.foreign(blob)...) {
 		l.all = append(l.all, &blobHost{endpoint: e})
 	}
 	return l
@@ -81,8 +82,11 @@ func (l *blobHosts) next(ctx context.Context) (*blobHost, error) {
 }
 
 // isBefore reports whether a host is asked before another one that precedes it in the order. A host
-// that could not be reached for another blob is asked last.
+// that could not be reached for another blob is asked last, and URLs only if no host is left.
 func (h *blobHost) isBefore(o *blobHost) bool {
+	if h.foreign != o.foreign {
+		return !h.foreign
+	}
 	if down := h.down() != nil; down != (o.down() != nil) {
 		return !down
 	}

@@ -830,16 +830,6 @@ func TestIdentityTokenIsNotRedirected(t *testing.T) {
 	}
 }
 
-func TestForeignLayerURLIsNotFollowed(t *testing.T) {
-	reg, foreign := registrytest.New(t), registrytest.New(t)
-	repo := open(t, Config{}, reg.Host()+"/app:v1", Credentials{Username: "u", Password: "p"})
-	_, err := readBlob(t, repo, ocispec.Descriptor{Digest: sha256Of0, Size: 1, URLs: []string{foreign.URL + "/layer"}})
-	wantCode(t, err, codes.NotFound)
-	if foreign.Count("") != 0 {
-		t.Error("the URL was followed")
-	}
-}
-
 // The error of a redirect loop names the URLs, but not what may be a token in them.
 func TestRedirectLoopEnds(t *testing.T) {
 	reg, other := registrytest.New(t), registrytest.New(t)

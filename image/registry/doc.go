@@ -52,6 +52,9 @@
 // redirects. A token server or target with its own directory in Config.Dirs has the TLS options of
 // that directory instead.
 //
+// The URLs in the descriptor of a layer are asked only if no host has it. They follow the rules of
+// redirects, but see no client certificate at all: whoever has pushed the manifest has chosen them.
+//
 // # Errors
 //
 // Errors carry gRPC codes: NotFound, Unauthenticated, PermissionDenied; InvalidArgument for

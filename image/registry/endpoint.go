@@ -10,13 +10,17 @@ import (
 	"sync/atomic"
 	"time"
 
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
 	"berth/internal/stall"
 )
 
-// endpoint is one host of a registry, prepared for one repository.
+// endpoint is one host of a registry, prepared for one repository, or one URL of a blob.
 type endpoint struct {
 	caps     capability
-	base     url.URL // API root and repository: https://host/v2/library/busybox
+	base     url.URL // API root and repository: https://host/v2/library/busybox; the URL of a blob
+	foreign  bool    // it is the URL of a blob, see foreign.go; then origin and auth are nil
 	ns       string  // the registry that this host mirrors; "" if it is the registry
 	agent    string
 	stall    time.Duration
@@ -86,7 +90,7 @@ func (e *endpoint) tokenWires(server string) http.RoundTripper {
 
 // String names the endpoint in errors.
 func (e *endpoint) String() string {
-	if e.origin.isPlain() {
+	if !e.foreign && e.origin.isPlain() {
 		return "http://" + e.base.Host
 	}
 	return e.base.Scheme + "://" + e.base.Host
@@ -115,9 +119,17 @@ const maxAuthRounds = 3
 // request sends a request below the repository ("manifests/latest") and authenticates as requested.
 // It returns the response whatever its status; the caller closes the body.
 func (e *endpoint) request(ctx context.Context, method, suffix string, header http.Header) (*http.Response, error) {
+	if e.foreign {
+		return e.send(ctx, method, e.base, header)
+	}
+	u := e.base
+	u.Path += "/" + suffix
+	if e.ns != "" {
+		u.RawQuery = url.Values{"ns": {e.ns}}.Encode()
+	}
 	for round := 1; ; round++ {
 		_, generation := e.auth.current()
-		resp, err := e.send(ctx, method, suffix, header)
+		resp, err := e.send(ctx, method, u, header)
 		if err != nil {
 			return nil, err
 		}
@@ -134,12 +146,7 @@ func (e *endpoint) request(ctx context.Context, method, suffix string, header ht
 
 // send sends a request once. It cancels the transfer if no byte arrives for the stall timeout while
 // the caller reads the body.
-func (e *endpoint) send(ctx context.Context, method, suffix string, header http.Header) (*http.Response, error) {
-	u := e.base
-	u.Path += "/" + suffix
-	if e.ns != "" {
-		u.RawQuery = url.Values{"ns": {e.ns}}.Encode()
-	}
+func (e *endpoint) send(ctx context.Context, method string, u url.URL, header http.Header) (*http.Response, error) {
 	guarded, cancel := context.WithCancelCause(ctx)
 	req, err := http.NewRequestWithContext(guarded, method, u.String(), nil)
 	if err != nil {
@@ -164,12 +171,17 @@ func (e *endpoint) send(ctx context.Context, method, suffix string, header http.
 }
 
 // isOwn reports whether a response came from this host and not from a redirect's target.
-func (e *endpoint) isOwn(resp *http.Response) bool { return e.origin.owns(resp.Request.URL) }
+func (e *endpoint) isOwn(resp *http.Response) bool {
+	return !e.foreign && e.origin.owns(resp.Request.URL)
+}
 
 // statusError converts an unsuccessful response to an error and closes it.
 func (e *endpoint) statusError(resp *http.Response) error {
 	err := statusError(resp, e.isOwn(resp))
 	drain(resp.Body)
+	if code := errdefs.Code(err); e.foreign && (code == codes.Unauthenticated || code == codes.PermissionDenied) {
+		return errdefs.NotFound("not found without credentials: %s", errdefs.Clip(resp.Status))
+	}
 	return err
 }
 

@@ -34,8 +34,14 @@ type connections struct {
 	tokens *otherHosts // the token server
 	pool   func(*tls.Config) *otherHosts
 
-	mu         sync.Mutex             // guards configured; not held during requests
-	configured map[string]*otherHosts // other hosts with folders, by host
+	mu         sync.Mutex                  // guards configured; not held during requests
+	configured map[hostPurpose]*otherHosts // other hosts with folders
+}
+
+// hostPurpose is a host and what it is asked for.
+type hostPurpose struct {
+	host      string
+	isForeign bool // for a URL of a manifest
 }
 
 // newConnections creates the connection pools for a host and for the other hosts that it names.
@@ -56,7 +62,7 @@ func newConnections(h *hostConfig, dirs []string, headerTimeout time.Duration) (
 	}
 	return &connections{
 		guard: guard, dirs: dirs, own: newTransport(guard.dialRegistry(dialer), own, headerTimeout),
-		others: pool(others), tokens: pool(own), pool: pool, configured: map[string]*otherHosts{},
+		others: pool(others), tokens: pool(own), pool: pool, configured: map[hostPurpose]*otherHosts{},
 	}, nil
 }
 
@@ -83,13 +89,13 @@ func (c *connections) RoundTrip(r *http.Request) (*http.Response, error) {
 	if c.guard.isRegistry(r.URL.Host) {
 		return c.own.RoundTrip(r)
 	}
-	return c.roundTripTo(c.others, r)
+	return c.roundTripTo(c.others, r, false)
 }
 
 // roundTripTo sends a request to another host: with the TLS options of the host's folder, else by
 // the given connections.
-func (c *connections) roundTripTo(usual *otherHosts, r *http.Request) (*http.Response, error) {
-	pool, err := c.configuredFor(r.URL.Host)
+func (c *connections) roundTripTo(usual *otherHosts, r *http.Request, isForeign bool) (*http.Response, error) {
+	pool, err := c.configuredFor(hostPurpose{r.URL.Host, isForeign})
 	if err != nil {
 		return nil, err
 	}
@@ -101,30 +107,33 @@ func (c *connections) roundTripTo(usual *otherHosts, r *http.Request) (*http.Res
 
 // configuredFor returns the connections to a host that has a folder with TLS options, or nil. The
 // number of folders limits the number of pools.
-func (c *connections) configuredFor(host string) (*otherHosts, error) {
+func (c *connections) configuredFor(to hostPurpose) (*otherHosts, error) {
 	c.mu.Lock()
-	pool := c.configured[host]
+	pool := c.configured[to]
 	c.mu.Unlock()
 	if pool != nil {
 		return pool, nil
 	}
-	var own *tls.Config
-	h, err := loadOther(c.dirs, host)
+	var config *tls.Config
+	h, err := loadOther(c.dirs, to.host)
 	if h == nil && err == nil {
 		return nil, nil
 	}
 	if err == nil {
-		own, _, err = h.tlsConfigs()
+		config, _, err = h.tlsConfigs()
 	}
 	if err != nil {
-		return nil, errdefs.FailedPrecondition("configuration of host %s: %w", errdefs.Clip(host), err)
+		return nil, errdefs.FailedPrecondition("configuration of host %s: %w", errdefs.Clip(to.host), err)
+	}
+	if to.isForeign {
+		config.Certificates = nil
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.configured[host] == nil {
-		c.configured[host] = c.pool(own)
+	if c.configured[to] == nil {
+		c.configured[to] = c.pool(config)
 	}
-	return c.configured[host], nil
+	return c.configured[to], nil
 }
 
 // closeIdle closes connections that are not in use.
@@ -152,7 +161,7 @@ func (t tokenConnections) RoundTrip(r *http.Request) (*http.Response, error) {
 	if r.URL.Host != t.server {
 		return t.registry.RoundTrip(r)
 	}
-	return t.wires.roundTripTo(t.wires.tokens, r)
+	return t.wires.roundTripTo(t.wires.tokens, r, false)
 }
 
 // plainFallback uses https until a host answers it in plain HTTP, then http. It is for hosts on
