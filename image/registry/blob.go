@@ -20,8 +20,8 @@ import (
 
 // Blob reads a blob from the hosts of a repository. After any interruption it goes on with the next
 // host, and with the bytes that it has. It fails when no host is left, see blobHosts. While a large
-// blob comes slowly, it fetches parts ahead, see Config.Spare. Read returns io.EOF only after it has
-// verified size and digest. Only Stop may be called concurrently with other methods.
+// blob comes slowly, it fetches parts ahead, see Config.Spare. Read returns io.EOF only after it
+// has verified size and digest. Only Stop may be called concurrently with other methods.
 type Blob struct {
 	owner   context.Context    // the caller's context
 	ctx     context.Context    // of transfers: done when owner is done or the blob is stopped
@@ -79,8 +79,8 @@ func (r *Repository) Hosts() int { return len(r.endpoints) }
 
 // Blob returns a reader for a layer's blob. It sends nothing before the first Read. first is the
 // number of the first host to try; 0 is the configured order. After corrupt content the caller
-// tries the next number, see Attempts; such a blob is not fetched in parts. onBytes, if not nil, is called with
-// each number of received bytes. The caller closes the blob.
+// tries the next number, see Attempts; such a blob is not fetched in parts. onBytes, if not nil, is
+// called with each number of received bytes. The caller closes the blob.
 func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first int, onBytes func(n int)) (*Blob, error) {
 	if err := checkDescriptor(want, 0); err != nil {
 		return nil, err
@@ -269,10 +269,15 @@ func (b *Blob) interrupted(err error) error {
 	if errors.Is(err, io.EOF) {
 		err = io.ErrUnexpectedEOF
 	}
-	if len(b.ahead.parts) > 0 && errors.Is(err, stall.Err) {
+	u := &UnavailableError{Err: err, temporary: true}
+	switch {
+	case !errors.Is(err, stall.Err):
+	case len(b.ahead.parts) > 0:
 		b.noParts()
+	default:
+		b.host.failure.Store(u) // the image's further blobs come from other hosts
 	}
-	b.hosts.failed(b.host, &UnavailableError{Err: err, temporary: true})
+	b.hosts.failed(b.host, u)
 	return nil
 }
 

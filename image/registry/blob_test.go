@@ -686,8 +686,30 @@ func TestBlobOfHostsThatAllBreakOff(t *testing.T) {
 	}
 }
 
-// A host that has sent another blob is not asked for its rest, although it is not known which of two
-// hosts has sent the wrong bytes.
+// A mirror that has stalled costs an image one timeout, not one a layer.
+func TestStalledMirrorIsAskedLast(t *testing.T) {
+	data := randomBytes(t, 1000)
+	mirror := newBlobServer(t, data, func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+		interruptions["stall"](s, w, offset, 300)
+	})
+	server := newBlobServer(t, data, func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+		s.part(w, offset, int64(len(s.data)))
+	})
+	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n[host.%q]", server.URL, mirror.URL))
+	repo := open(t, Config{Sources: Sources{Dirs: []string{tree}}}, "example.com/app:v1", Credentials{})
+	repo.endpoints[0].stall = 200 * time.Millisecond
+	for range 3 { // blobs
+		if _, err := readBlob(t, repo, server.want); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if asked := mirror.asked(); len(asked) != 1 {
+		t.Errorf("the mirror was asked for %q", asked)
+	}
+}
+
+// A host that has sent another blob is not asked for its rest, although it is not known which of
+// two hosts has sent the wrong bytes.
 func TestBlobWithoutHostThatIsKnownToBeWrong(t *testing.T) {
 	data := randomBytes(t, 1000)
 	breaks := newBlobServer(t, data, func(s *blobServer, w http.ResponseWriter, n int, offset int64) {

@@ -60,6 +60,6 @@
 // Errors carry gRPC codes: NotFound, Unauthenticated, PermissionDenied; InvalidArgument for
 // references and credentials that cannot be parsed; FailedPrecondition for invalid host
 // configuration, forbidden redirects, invalid documents and images that this node cannot run;
-// DataLoss for content that has not the expected digest or size. A registry that cannot be reached or that is failing is an
-// *UnavailableError.
+// DataLoss for content that has not the expected digest or size. A registry that cannot be reached
+// or that is failing is an *UnavailableError.
 package registry

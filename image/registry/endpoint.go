@@ -29,12 +29,12 @@ type endpoint struct {
 	wires    *connections
 	origin   *originOnly
 	auth     *authorizer
-	failure  atomic.Pointer[UnavailableError] // the last failure to reach the host
+	failure  atomic.Pointer[UnavailableError] // the last failure to reach the host, or a stall
 }
 
 // newEndpoint prepares host h for the repository of a source. given are the credentials of the
-// pull, domain is the registry in the image's name, dirs are Sources.Dirs, stall is the longest wait
-// for a byte.
+// pull, domain is the registry in the image's name, dirs are Sources.Dirs, stall is the longest
+// wait for a byte.
 func newEndpoint(h hostConfig, s source, c *Client, given Credentials, domain string, dirs []string,
 	stall time.Duration) (*endpoint, error) {
 	wires, err := newConnections(&h, dirs, stall)
@@ -77,8 +77,8 @@ func newEndpoint(h hostConfig, s source, c *Client, given Credentials, domain st
 	return e, nil
 }
 
-// tokenWires returns the transport for requests to a token server. It adds the headers of hosts.toml
-// if that is the host itself, but no authorization of the registry.
+// tokenWires returns the transport for requests to a token server. It adds the headers of
+// hosts.toml if that is the host itself, but no authorization of the registry.
 func (e *endpoint) tokenWires(server string) http.RoundTripper {
 	tokens := *e.origin
 	tokens.auth = nil
@@ -96,7 +96,7 @@ func (e *endpoint) String() string {
 	return e.base.Scheme + "://" + e.base.Host
 }
 
-// down returns why the last request could not reach the host, or nil.
+// down returns why the host should not be asked, or nil: it could not be reached, or has stalled.
 func (e *endpoint) down() error {
 	if u := e.failure.Load(); u != nil {
 		return u

@@ -122,8 +122,8 @@ func registryMessage(resp *http.Response) string {
 	return fmt.Sprintf(" (%s: %s)", errdefs.Clip(doc.Errors[0].Code), errdefs.Clip(doc.Errors[0].Message))
 }
 
-// busy returns the error of a server that fails or is overloaded. If it asks for a longer pause than
-// a pull should wait, it is not asked again.
+// busy returns the error of a server that fails or is overloaded. If it asks for a longer pause
+// than a pull should wait, it is not asked again.
 func busy(h http.Header, text string) error {
 	after := retryAfter(h)
 	if after > maxRetryAfter {

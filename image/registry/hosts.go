@@ -542,8 +542,8 @@ func canonicalHost(address string) string {
 }
 
 // loadOther returns the configuration of a host that is no registry: of a token server, or of the
-// target of a redirect. It is nil if the host has no folder of its own with TLS options. The host is
-// part of a URL that a registry has sent.
+// target of a redirect. It is nil if the host has no folder of its own with TLS options. The host
+// is part of a URL that a registry has sent.
 func loadOther(dirs []string, host string) (*hostConfig, error) {
 	host = strings.ToLower(host)
 	if host == "" || host == defaultHostDir || strings.HasPrefix(host, ".") || strings.ContainsAny(host, "/\\") {
@@ -565,10 +565,10 @@ func loadOther(dirs []string, host string) (*hostConfig, error) {
 	return nil, nil
 }
 
-// tlsConfigs reads the certificate files of a host. own is for the host itself, on any port, and for
-// its token server. others is for the targets of redirects. It always verifies them, also with the
-// host's CA certificates, because they often belong to the same operator. It shows them no client
-// certificate.
+// tlsConfigs reads the certificate files of a host. own is for the host itself, on any port, and
+// for its token server. others is for the targets of redirects. It always verifies them, also with
+// the host's CA certificates, because they often belong to the same operator. It shows them no
+// client certificate.
 func (h *hostConfig) tlsConfigs() (own, others *tls.Config, err error) {
 	others = &tls.Config{MinVersion: tls.VersionTLS12}
 	if h.caCerts != nil {

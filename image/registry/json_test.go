@@ -121,7 +121,8 @@ func TestEncodedDocuments(t *testing.T) {
 	}
 }
 
-// A manifest may lack the size of a layer, as those of nix2container#207. Then the registry tells it.
+// A manifest may lack the size of a layer, as those of nix2container#207. Then the registry tells
+// it.
 func TestLayerWithoutSize(t *testing.T) {
 	layer := []byte("layer")
 	for _, empty := range []bool{false, true} {

@@ -49,17 +49,7 @@ func (s *tokenServer) get(ctx context.Context, cred Credentials) (Secret, error)
 }
 
 func (s *tokenServer) exchange(ctx context.Context, cred Credentials) (Secret, error) {
-	var resp *http.Response
-	var err error
-	if cred.IdentityToken != "" {
-		resp, err = s.post(ctx, cred.IdentityToken)
-	}
-	if err == nil && (resp == nil || resp.StatusCode == http.StatusNotFound || resp.StatusCode == http.StatusMethodNotAllowed) {
-		if resp != nil { // not all servers accept identity tokens
-			drain(resp.Body)
-		}
-		resp, err = s.ask(ctx, cred)
-	}
+	resp, err := s.request(ctx, cred)
 	if err != nil {
 		return "", tokenError(ctx, err)
 	}
@@ -68,6 +58,18 @@ func (s *tokenServer) exchange(ctx context.Context, cred Credentials) (Secret, e
 		return "", tokenStatus(resp)
 	}
 	return readToken(ctx, resp)
+}
+
+// request requests a token. Not all servers accept identity tokens.
+func (s *tokenServer) request(ctx context.Context, cred Credentials) (*http.Response, error) {
+	if cred.IdentityToken != "" {
+		resp, err := s.post(ctx, cred.IdentityToken)
+		if err != nil || resp.StatusCode != http.StatusNotFound && resp.StatusCode != http.StatusMethodNotAllowed {
+			return resp, err
+		}
+		drain(resp.Body)
+	}
+	return s.ask(ctx, cred)
 }
 
 // ask requests a token with a password or without credentials.
@@ -111,8 +113,8 @@ func (s *tokenServer) do(r *http.Request) (*http.Response, error) {
 	return s.client.Do(r)
 }
 
-// readToken reads the answer of a token server. Its other fields are of no use: a token counts until
-// the registry refuses it.
+// readToken reads the answer of a token server. Its other fields are of no use: a token counts
+// until the registry refuses it.
 func readToken(ctx context.Context, resp *http.Response) (Secret, error) {
 	data, err := readLimited(resp.Body, maxTokenBytes)
 	if err != nil {

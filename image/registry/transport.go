@@ -24,8 +24,8 @@ const (
 	maxHeaderBytes   = 256 << 10 // net/http's own limit is 10 MB
 )
 
-// connections are the connection pools of an endpoint. The host's TLS options apply to that host and
-// to its token server. Other hosts have their own folders in certs.d.
+// connections are the connection pools of an endpoint. The host's TLS options apply to that host
+// and to its token server. Other hosts have their own folders in certs.d.
 type connections struct {
 	guard  *redirectGuard
 	dirs   []string // Sources.Dirs
