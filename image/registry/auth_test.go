@@ -167,6 +167,22 @@ func TestDockerConfigFile(t *testing.T) {
 	}
 }
 
+func TestDockerConfigFaultsNameTheField(t *testing.T) {
+	for content, want := range map[string]string{
+		`{"auths": {"x": {"auth": 4711}}}`:     `field "auths.auth" is not valid: string expected, not number`,
+		`{"auths": ["hunter2"]}`:               `field "auths" is not valid: object expected, not array`,
+		`{"credHelpers": {"x": {"a":"4711"}}}`: "is not valid: string expected, not object",
+		`"hunter2"`:                            "the document is not valid: object expected, not string",
+	} {
+		file := registrytest.WriteFile(t, filepath.Join(t.TempDir(), "config.json"), content)
+		_, err := loadDockerConfig(file)
+		wantCode(t, err, codes.FailedPrecondition, file, want)
+		if err != nil && (strings.Contains(err.Error(), "4711") || strings.Contains(err.Error(), "hunter2")) {
+			t.Errorf("the error shows a secret: %v", err)
+		}
+	}
+}
+
 func TestMostSpecificCredentialsWin(t *testing.T) {
 	dir := t.TempDir()
 	first := registrytest.WriteFile(t, filepath.Join(dir, "auth.json"),

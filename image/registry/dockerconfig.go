@@ -49,8 +49,12 @@ func loadDockerConfig(path string) (dockerConfig, error) {
 	if err != nil {
 		return c, errdefs.FailedPrecondition("read registry credentials: %w", err)
 	}
-	if json.Unmarshal(data, &c) != nil { // the decoder's text may quote a secret
-		return c, errdefs.FailedPrecondition("read registry credentials: %s is not valid JSON of the expected form", path)
+	var kind *json.UnmarshalTypeError
+	switch err := json.Unmarshal(data, &c); {
+	case errors.As(err, &kind):
+		return c, errdefs.FailedPrecondition("read registry credentials: %s: %s", path, typeFault(kind))
+	case err != nil: // the decoder's text may quote a secret
+		return c, errdefs.FailedPrecondition("read registry credentials: %s is not valid JSON", path)
 	}
 	return c, nil
 }

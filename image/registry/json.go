@@ -34,14 +34,19 @@ func decode(data []byte, v any) error {
 	case errors.As(err, &syntax):
 		return malformed("invalid JSON: byte %d: %s", syntax.Offset, errdefs.Clip(syntax.Error()))
 	case errors.As(err, &kind):
-		found, _, _ := strings.Cut(kind.Value, " ") // without the number
-		where := "the document"
-		if kind.Field != "" {
-			where = fmt.Sprintf("field %q", errdefs.Clip(kind.Field))
-		}
-		return malformed("%s is not valid: %s expected, not %s", where, kindName(kind.Type), found)
+		return malformed("%s", typeFault(kind))
 	}
 	return malformed("a field is not valid: %s", errdefs.Clip(err.Error())) // a time
+}
+
+// typeFault names the field that has another type, but not its value.
+func typeFault(err *json.UnmarshalTypeError) string {
+	found, _, _ := strings.Cut(err.Value, " ") // without the number
+	where := "the document"
+	if err.Field != "" {
+		where = fmt.Sprintf("field %q", errdefs.Clip(err.Field))
+	}
+	return fmt.Sprintf("%s is not valid: %s expected, not %s", where, kindName(err.Type), found)
 }
 
 // kindName names what JSON has for a Go type.
