@@ -376,6 +376,41 @@ func TestPullStalled(t *testing.T) {
 	harness.NoTraceOf(t, d, name)
 }
 
+// A mirror stalls in a layer. The registry sends the rest.
+func TestPullGoesOnAfterStalledMirror(t *testing.T) {
+	mirror, r := harness.NewRegistry(t), harness.NewRegistry(t)
+	img, layer := noisyImage(t, "stalled", 1<<20)
+	_, id := harness.Push(t, r, "stalled:latest", img)
+	harness.Push(t, mirror, "stalled:latest", img)
+	digest, blob := harness.DigestOf(t, layer), blobOf(t, layer)
+	mirror.Hook(func(w http.ResponseWriter, req *http.Request) bool {
+		if req.Method != http.MethodGet || !strings.HasSuffix(req.URL.Path, digest) {
+			return false
+		}
+		w.Header().Set("Content-Length", fmt.Sprint(len(blob)))
+		_, _ = w.Write(blob[:300<<10])
+		_ = http.NewResponseController(w).Flush()
+		<-req.Context().Done()
+		panic(http.ErrAbortHandler)
+	})
+	var mu sync.Mutex // guards ranges
+	var ranges []string
+	r.Hook(func(_ http.ResponseWriter, req *http.Request) bool {
+		if strings.HasSuffix(req.URL.Path, digest) {
+			mu.Lock()
+			defer mu.Unlock()
+			ranges = append(ranges, req.Header.Get("Range"))
+		}
+		return false
+	})
+	d := harness.StartDaemon(t, harness.WithConfig(`pull.stall_timeout = "5s"`),
+		harness.WithHosts("registry.invalid", fmt.Sprintf("server = %q\n[host.%q]\n", "http://"+r.Host, "http://"+mirror.Host)))
+	harness.Equal(t, "image_ref", d.Pull(t, "registry.invalid/stalled:latest"), id)
+	mu.Lock()
+	defer mu.Unlock()
+	harness.Equal(t, "requests to the registry", fmt.Sprint(ranges), fmt.Sprintf("[bytes=%d-%d]", 300<<10, len(blob)-1))
+}
+
 // A failed pull keeps its finished layers, which "berth check" knows. The next pull does not
 // transfer them again and leaves nothing.
 func TestFailedPullKeepsLayers(t *testing.T) {
