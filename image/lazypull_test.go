@@ -247,8 +247,10 @@ func TestPullCreatesLayerLazily(t *testing.T) {
 			release()
 			testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
 			w.check(t)
-			testutil.Eventually(t, "the layer is not incomplete", func() bool { return w.incomplete(t) == nil })
-			if w.s.Fetched(img) != "" || len(w.s.SharedLayers()) != 1 || w.s.incomplete.known(img.Layers[0]) != nil {
+			testutil.Eventually(t, "the layer is not incomplete", func() bool {
+				return w.incomplete(t) == nil && w.s.incomplete.known(img.Layers[0]) == nil
+			})
+			if w.s.Fetched(img) != "" || len(w.s.SharedLayers()) != 1 {
 				t.Errorf("shared %v", w.s.SharedLayers())
 			}
 		})
