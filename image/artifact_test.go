@@ -134,7 +134,7 @@ func TestArtifactFailures(t *testing.T) {
 		`{"schemaVersion":2,"config":{"mediaType":%q,"digest":%q,"size":2},"layers":[{"digest":%q,"size":%d}]}`,
 		ocispec.MediaTypeEmptyJSON, huge.Digest, huge.Digest, int64(1)<<50))
 	_, err := s.Pull(t.Context(), reg.Host()+"/hostile:huge", nil)
-	wantCode(t, err, codes.ResourceExhausted, "1125899906842624 bytes")
+	wantCode(t, err, codes.FailedPrecondition, "1125899906842624 bytes")
 	if images := s.List(); len(images) != 1 || len(s.layers.list()) != 1 {
 		t.Errorf("%d images, %d layers", len(images), len(s.layers.list()))
 	}

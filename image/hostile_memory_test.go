@@ -93,9 +93,9 @@ func hostileImages(reg *registrytest.Server, trees int) map[string]codes.Code {
 		put(fmt.Sprint("small-", i), codes.OK, namesLayer(fmt.Sprint("small", i), 100))
 	}
 	for i := range trees {
-		put(fmt.Sprint("tree-", i), codes.ResourceExhausted, namesLayer(fmt.Sprint(i), 12_000))
+		put(fmt.Sprint("tree-", i), codes.FailedPrecondition, namesLayer(fmt.Sprint(i), 12_000))
 	}
-	put("window-huge", codes.ResourceExhausted, windowLayer(9, 128*mib))
+	put("window-huge", codes.FailedPrecondition, windowLayer(9, 128*mib))
 	return images
 }
 

@@ -172,7 +172,7 @@ func (s *Store) indexOfPeer(ctx context.Context, repo *registry.Repository, l re
 
 // decodePeerIndex decodes the index of a layer. What it says is possible, but may be false.
 func (s *Store) decodePeerIndex(b []byte, l registry.Layer) (x *blobindex.Index, hints []int, err error) {
-	limits := limitsOf(l.Blob, s.cfg.Limits)
+	limits := s.cfg.Limits
 	x, hints, err = blobindex.DecodeWhole(b, blobindex.Bounds{Tar: limits.Tar, Data: limits.Bytes,
 		Of: func(x *blobindex.Index) error { return matches(x, l) }})
 	if err != nil {

@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
-	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
@@ -138,7 +137,7 @@ func checkSizes(layers []registry.Layer, limits unpack.Limits) error {
 	slack := limits.Tar>>6 + 1<<20 // overhead of compressing incompressible data, and an index
 	for i, l := range layers {
 		if l.Blob.Size-slack > limits.Tar {
-			return errdefs.New(codes.ResourceExhausted,
+			return errdefs.FailedPrecondition(
 				"layer %d: blob %s has %d bytes, more than the %d allowed for an unpacked layer", i, l.Blob.Digest, l.Blob.Size, limits.Tar)
 		}
 	}
@@ -553,7 +552,7 @@ func (s *Store) whenFree(ctx context.Context, origin string, l registry.Layer, m
 func (s *Store) withMemory(
 	ctx context.Context, l registry.Layer, more shortage,
 ) (_ unpack.Limits, release func(), err error) {
-	limits := limitsOf(l.Blob, s.cfg.Limits)
+	limits := s.cfg.Limits
 	if more == (shortage{}) {
 		limits, release = s.memory.share(limits)
 		return limits, release, nil
@@ -574,8 +573,11 @@ func (s *Store) withSlot(ctx context.Context, domain string, make func() error) 
 
 // rejectsContent reports whether an error is due to the content of a layer.
 func rejectsContent(err error) bool {
-	code := errdefs.Code(err)
-	return code == codes.InvalidArgument || code == codes.ResourceExhausted && !errors.Is(err, unix.ENOSPC)
+	switch unpack.CodeOf(err) {
+	case unpack.FailedPrecondition, unpack.MoreMemory, unpack.MoreWindow:
+		return true
+	}
+	return errdefs.Code(err) == codes.InvalidArgument || errors.Is(err, layer.ErrTooLarge)
 }
 
 // mayBeOfKept reports whether bytes from an earlier transfer may have caused an error, also by
@@ -612,25 +614,4 @@ func faultOf(ctx context.Context, blob *registry.Blob, refused error, within tim
 		return err
 	}
 	return refused
-}
-
-const (
-	// maxInflation is the largest accepted ratio of tar size to blob size. deflate reaches 1032;
-	// zstd could produce terabytes from a few kilobytes.
-	maxInflation = 1100
-	// freeInflation is added to the limit of every layer.
-	freeInflation = 64 << 20
-	// freeHoles is how much the files of a layer may exceed the tar because of holes. Holes take no
-	// disk space, but time to read.
-	freeHoles = 4 << 30
-)
-
-// limitsOf limits a layer by the size of its blob, so that nobody fills a node's disk with little
-// network traffic.
-func limitsOf(blob ocispec.Descriptor, limits unpack.Limits) unpack.Limits {
-	if blob.Size < limits.Tar/maxInflation {
-		limits.Tar = min(limits.Tar, blob.Size*maxInflation+freeInflation)
-		limits.Bytes = min(limits.Bytes, limits.Tar+freeHoles)
-	}
-	return limits
 }

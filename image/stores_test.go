@@ -411,7 +411,7 @@ func TestImageTooLargeForEROFSBecomesDirectories(t *testing.T) {
 	app := reg.Host() + "/app:v1"
 	s := restart(t, nil, cfg.with("erofs", nil))
 	_, err := s.Pull(t.Context(), app, nil)
-	wantCode(t, err, codes.ResourceExhausted, "too much memory")
+	wantCode(t, err, codes.FailedPrecondition, "too much memory")
 	wantEmpty(t, s)
 	s = restart(t, s, cfg.with("auto", nil))
 	if s.Driver() != rootfs.EROFS {
@@ -448,7 +448,7 @@ func TestImageTooLargeToMergeBecomesDirectories(t *testing.T) {
 	big := reg.Host() + "/big:v1"
 	s := restart(t, nil, cfg.with("erofs", nil))
 	_, err := s.Pull(t.Context(), big, nil)
-	wantCode(t, err, codes.ResourceExhausted, "memory")
+	wantCode(t, err, codes.FailedPrecondition, "memory")
 	wantEmpty(t, s)
 	before := []int{fetches(reg, layers[0]), fetches(reg, layers[1])}
 	s = restart(t, s, cfg.with("auto", nil))

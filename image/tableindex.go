@@ -125,7 +125,7 @@ func (s *Store) indexOfTable(ctx context.Context, store *layer.Store, src *blobS
 		return nil, err
 	}
 	x := table.Index(l.Blob.Digest, l.DiffID)
-	limits := limitsOf(l.Blob, s.cfg.Limits).WithDefaults()
+	limits := s.cfg.Limits.WithDefaults()
 	if table.Size() > limits.Tar || x.DataSize > limits.Bytes {
 		return nil, errdefs.FailedPrecondition("its files have %d bytes", table.Size())
 	}

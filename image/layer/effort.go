@@ -5,8 +5,6 @@ import (
 	"strings"
 	"sync/atomic"
 
-	"google.golang.org/grpc/codes"
-
 	"berth/internal/errdefs"
 )
 
@@ -47,7 +45,7 @@ func (e *Effort) pay(cost int64) error {
 		return context.Cause(e.ctx)
 	}
 	if e.left.Add(-cost) < 0 {
-		return errdefs.New(codes.ResourceExhausted, "resolving links across layers exceeds the work limit")
+		return errdefs.FailedPrecondition("resolving links across layers exceeds the work limit")
 	}
 	return nil
 }

@@ -50,7 +50,7 @@ func TestStackLimitsEffort(t *testing.T) {
 		"many layers": append(wide, create(t, s, makeTar(t, implied...))),
 	} {
 		_, err := s.Stack(context.Background(), chain)
-		if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(fmt.Sprint(err), "work limit") {
+		if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(fmt.Sprint(err), "work limit") {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

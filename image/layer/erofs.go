@@ -77,7 +77,7 @@ func (e *EROFS) Apply(ctx context.Context, dir string, blob io.Reader, job unpac
 	job.Record = record
 	result, err := e.pack(ctx, data, tree, blob, job)
 	if err != nil && (unpack.CodeOf(err) == unpack.MoreMemory || errdefs.Code(coded(err)) == codes.OutOfRange) {
-		err = errdefs.New(codes.ResourceExhausted, "%w: %w", ErrTooLarge, err)
+		err = errdefs.FailedPrecondition("%w: %w", ErrTooLarge, err)
 	}
 	if err != nil {
 		return unpack.Result{}, err
@@ -125,7 +125,7 @@ func treeDigest(ctx context.Context, f *os.File, most int64) (digest.Digest, err
 		return "", err
 	}
 	if st.Size() > most {
-		return "", errdefs.New(codes.ResourceExhausted, "tree file has %d bytes, more than the %d allowed", st.Size(), most)
+		return "", errdefs.FailedPrecondition("tree file has %d bytes, more than the %d allowed", st.Size(), most)
 	}
 	d, err := digest.SHA256.FromReader(untilDone{ctx, io.NewSectionReader(f, 0, st.Size())})
 	if err != nil {
@@ -199,7 +199,7 @@ func (e *EROFS) Merge(effort *Effort, dir string, chain []string) (_ Usage, used
 	used, err = e.merger.Merge(effort.ctx, image, layers, effort.steps)
 	failpoint.Reach("layer.image-written")
 	if errors.Is(err, tree.ErrTooLarge) {
-		return Usage{}, nil, errdefs.New(codes.ResourceExhausted,
+		return Usage{}, nil, errdefs.FailedPrecondition(
 			"%w: merging its layers takes more than %d bytes of memory: %w", ErrTooLarge, e.merger.Memory(), err)
 	}
 	if err != nil {

@@ -65,18 +65,18 @@ func TestXattrLimitsOfTrees(t *testing.T) {
 		code  codes.Code
 	}{
 		"as many as there may be":   {[]header{attributes(file("f", "x"), 0, most, (tree.MaxXattrBytes-names)/most)}, codes.OK},
-		"one more":                  {[]header{attributes(file("f", "x"), 0, most+1, 0)}, codes.ResourceExhausted},
-		"a byte more each":          {[]header{attributes(file("f", "x"), 0, most, (tree.MaxXattrBytes-names)/most+1)}, codes.ResourceExhausted},
+		"one more":                  {[]header{attributes(file("f", "x"), 0, most+1, 0)}, codes.FailedPrecondition},
+		"a byte more each":          {[]header{attributes(file("f", "x"), 0, most, (tree.MaxXattrBytes-names)/most+1)}, codes.FailedPrecondition},
 		"a directory listed twice":  {[]header{attributes(dir("d", 0o755), 0, most/2, 0), attributes(dir("d", 0o755), most/2, most/2, 0), file("f", "x")}, codes.OK},
-		"and once more":             {[]header{attributes(dir("d", 0o755), 0, most, 0), attributes(dir("d", 0o755), most, 1, 0)}, codes.ResourceExhausted},
+		"and once more":             {[]header{attributes(dir("d", 0o755), 0, most, 0), attributes(dir("d", 0o755), most, 1, 0)}, codes.FailedPrecondition},
 		"a value as long as may be": {[]header{attributes(file("f", "x"), 0, 1, tree.MaxXattrValue)}, codes.OK},
-		"one of the most of Linux":  {[]header{attributes(file("f", "x"), 0, 1, 64<<10)}, codes.ResourceExhausted},
+		"one of the most of Linux":  {[]header{attributes(file("f", "x"), 0, 1, 64<<10)}, codes.FailedPrecondition},
 		"one that Linux refuses":    {[]header{attributes(file("f", "x"), 0, 1, 64<<10+1)}, codes.InvalidArgument},
 	} {
 		data := makeTar(t, c.layer...)
 		id := digest.FromBytes(data)
 		err := s.Create(t.Context(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{})
-		if errdefs.Code(err) != c.code || errors.Is(err, ErrTooLarge) != (c.code == codes.ResourceExhausted) {
+		if errdefs.Code(err) != c.code || errors.Is(err, ErrTooLarge) != (c.code == codes.FailedPrecondition) {
 			t.Errorf("%s: %v", name, err)
 		}
 		if err == nil {
@@ -254,6 +254,7 @@ func TestDriversAgreeOnAttributes(t *testing.T) {
 	for i := range 3000 {
 		many = append(many, file(fmt.Sprintf("many/file-%d", i), fmt.Sprint(i)))
 	}
+	zero := func(n int) string { return string(make([]byte, n)) }
 	cases := map[string][]header{
 		"xattrs": {
 			file("f", "x").xattr("user.a", "1").xattr("user.b", "").xattr("security.capability", string(capability())),
@@ -287,6 +288,10 @@ func TestDriversAgreeOnAttributes(t *testing.T) {
 		"many":            many,
 		"links":           {file("a", "1"), hardlink("b", "a"), hardlink("c/d", "b"), file("a", "2"), hardlink("a", "a"), hardlink("x", "x")},
 		"none":            {},
+		"zeros": { // long runs become holes
+			file("all", zero(1<<20)), file("begin", zero(300_000)+"x"), file("end", "x"+zero(700_000)), file("both", zero(512<<10)+"x"+zero(512<<10)),
+			file("one", "\x00"), file("block", zero(128<<10)), file("after", "text"),
+		},
 	}
 	w := newTwin(t)
 	bottom := w.create(t, makeTar(t, base()...))

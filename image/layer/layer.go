@@ -35,8 +35,8 @@
 // # Errors
 //
 // Errors of this package carry a gRPC code: InvalidArgument for a tar that is no valid layer,
-// ResourceExhausted if it exceeds its limits or the disk's reserve, DataLoss for a wrong diffID,
-// NotFound for a missing layer. Errors of the caller's reader are passed on.
+// FailedPrecondition if it exceeds its limits, ResourceExhausted if it would use the disk's reserve,
+// DataLoss for a wrong diffID, NotFound for a missing layer. Errors of the caller's reader are passed on.
 package layer
 
 import (
@@ -80,7 +80,7 @@ type Joiner interface {
 	// Join writes a join for top into the empty directory dir. below lists the directories of the
 	// layers and joins below, lowest first. It returns false if top needs no join; the Store then
 	// deletes dir. Join pays effort for its work. Errors: InvalidArgument for a hard link without a
-	// target, ResourceExhausted if the effort does not suffice.
+	// target, FailedPrecondition if the effort does not suffice.
 	Join(effort *Effort, dir string, top Part, below []string) (Usage, bool, error)
 
 	// Layer returns the layer to mount for the content of dir.
@@ -94,7 +94,7 @@ type Merger interface {
 	// Merge writes the image of a chain of layers into the empty directory dir. chain lists the
 	// layers' directories, lowest first. used lists the indexes of the layers whose data the image
 	// refers to. Merge pays effort for its work. Errors: InvalidArgument for a hard link without a
-	// target, ResourceExhausted if the effort does not suffice.
+	// target, FailedPrecondition if the effort does not suffice.
 	Merge(effort *Effort, dir string, chain []string) (_ Usage, used []int, err error)
 
 	// Image returns the layer to mount for the image in dir. data lists the directories of the
@@ -103,7 +103,7 @@ type Merger interface {
 
 	// TreeDigest returns the digest of the tree file of the layer in dir. The tree file contains
 	// all but the content of files, which checksum.Sum covers. A tree file of more than limit bytes
-	// is ResourceExhausted, because the process that wrote it may have been compromised.
+	// is FailedPrecondition, because the process that wrote it may have been compromised.
 	TreeDigest(ctx context.Context, dir string, limit int64) (digest.Digest, error)
 }
 

@@ -21,8 +21,8 @@ import (
 // all layers exist, so that a broken image fails its pull; each container calls it again.
 //
 // Errors: NotFound for a missing layer. InvalidArgument if a hard link has no target in the layers
-// below, or if overlayfs cannot mount so many layers. ResourceExhausted if stacking takes too much
-// effort.
+// below, or if overlayfs cannot mount so many layers. FailedPrecondition if stacking takes too
+// much effort.
 func (s *Store) Stack(ctx context.Context, names []digest.Digest) ([]rootfs.Layer, error) {
 	if len(names) == 0 {
 		return nil, errdefs.InvalidArgument("image has no layers")

@@ -146,7 +146,7 @@ func recordSize(dir string) (int64, error) {
 		return 0, err
 	}
 	if st.Size() > tarsplit.MaxFile {
-		return 0, errdefs.New(codes.ResourceExhausted, "record of the tar has %d bytes", st.Size())
+		return 0, errdefs.FailedPrecondition("record of the tar has %d bytes", st.Size())
 	}
 	return st.Size(), nil
 }

@@ -75,7 +75,7 @@ func (s *Store) outlineIn(ctx context.Context, tmp string, from Source, tar io.R
 	defer f.Close() // read only
 	made.Tree, err = io.ReadAll(io.LimitReader(f, maxOutlineTree+1))
 	if err == nil && len(made.Tree) > maxOutlineTree {
-		err = errdefs.New(codes.ResourceExhausted, "%w: its tree has more than %d bytes", ErrTooLarge, maxOutlineTree)
+		err = errdefs.FailedPrecondition("%w: its tree has more than %d bytes", ErrTooLarge, maxOutlineTree)
 	}
 	return made, err
 }

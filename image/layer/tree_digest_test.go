@@ -34,7 +34,7 @@ func TestTreeFileIsReadWithinLimit(t *testing.T) {
 	defer func() { testutil.Must(t, s.Close()) }()
 	data := makeTar(t, file("f", "x"))
 	err = s.Create(t.Context(), Source{DiffID: digest.FromBytes(data)}, bytes.NewReader(data), unpack.Limits{})
-	if errdefs.Code(err) != codes.ResourceExhausted || errors.Is(err, ErrTooLarge) {
+	if errdefs.Code(err) != codes.FailedPrecondition || errors.Is(err, ErrTooLarge) {
 		t.Errorf("it is made: %v", err)
 	}
 	dir := filepath.Join(root, "dir")

@@ -17,25 +17,32 @@ import (
 // berth-unpack, as errdefs would bring protobuf.
 type Code uint32
 
-// Codes that errors of this package have.
+// Codes that errors of this package have. A layer that exceeds its limits is FailedPrecondition, and
+// not ResourceExhausted: the same call cannot succeed later.
 const (
-	OK                Code = 0
-	Canceled          Code = 1
-	Unknown           Code = 2
-	InvalidArgument   Code = 3
-	DeadlineExceeded  Code = 4
-	ResourceExhausted Code = 8
-	MoreWindow        Code = 9  // ResourceExhausted: Limits.Window is too little
-	MoreMemory        Code = 10 // ResourceExhausted: Limits.Memory is too little
-	OutOfRange        Code = 11 // of Pack: Layer may take the tar
-	NoSpace           Code = 12 // ResourceExhausted: the disk is full
-	Internal          Code = 13
-	DataLoss          Code = 15
+	OK                 Code = 0
+	Canceled           Code = 1
+	Unknown            Code = 2
+	InvalidArgument    Code = 3
+	DeadlineExceeded   Code = 4
+	ResourceExhausted  Code = 8
+	FailedPrecondition Code = 9
+	OutOfRange         Code = 11 // of Pack: Layer may take the tar
+	Internal           Code = 13
+	DataLoss           Code = 15
+
+	// These are not gRPC's: see Status.
+	MoreWindow Code = 100 // Limits.Window is too little
+	MoreMemory Code = 101 // Limits.Memory is too little
+	NoSpace    Code = 102 // the disk is full
 )
 
 // Status is the code of the answer to a client.
 func (c Code) Status() Code {
-	if c == MoreWindow || c == MoreMemory || c == NoSpace {
+	switch c {
+	case MoreWindow, MoreMemory:
+		return FailedPrecondition
+	case NoSpace:
 		return ResourceExhausted
 	}
 	return c
@@ -60,7 +67,7 @@ func refuse(format string, args ...any) error {
 
 // exceeds returns the error for a layer that exceeds its limits.
 func exceeds(format string, args ...any) error {
-	return &Error{ResourceExhausted, fmt.Errorf(format, args...)}
+	return &Error{FailedPrecondition, fmt.Errorf(format, args...)}
 }
 
 // CodeOf returns the code of an *Error, DataLoss for an *inflate.CorruptError, the codes for errors

@@ -170,7 +170,7 @@ const MaxTold = 4 << 20
 // PerName is added to the length of each name.
 const PerName = 16
 
-// Check returns an error if c has too many names (ResourceExhausted), or a name that is too long or
+// Check returns an error if c has too many names (FailedPrecondition), or a name that is too long or
 // not clean (InvalidArgument).
 func (c *Contents) Check() error {
 	told := 0

@@ -359,9 +359,12 @@ func (d *dataFile) write(in io.Reader, hash io.Writer) (size int64, err error) {
 	return size, nil
 }
 
+// flush writes the buffer, or leaves a hole if it is all zeros.
 func (d *dataFile) flush() error {
-	if err := d.writeAt(d.buf, d.pos); err != nil {
-		return err
+	if !isZero(d.buf) {
+		if err := d.writeAt(d.buf, d.pos); err != nil {
+			return err
+		}
 	}
 	d.pos += int64(len(d.buf))
 	d.buf = d.buf[:0]

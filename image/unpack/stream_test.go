@@ -46,7 +46,7 @@ func TestStreamErrors(t *testing.T) {
 		s.close()
 	}
 	s := newStream(context.Background(), strings.NewReader("12345"), sha256.New(), 4, func(int) {})
-	if _, err := io.ReadAll(s); CodeOf(err) != ResourceExhausted {
+	if _, err := io.ReadAll(s); CodeOf(err) != FailedPrecondition {
 		t.Errorf("beyond the limit: %v", err)
 	}
 	s.close()

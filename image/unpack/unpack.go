@@ -135,32 +135,26 @@ func (u *unpacker) summed(at filePlace, hdr *tar.Header, mode uint32, dev uint64
 // fill writes the content of a file and returns the number of bytes that are not holes.
 func (u *unpacker) fill(f *os.File, hdr *tar.Header, in io.Reader) (written int64, holds checksum.Content, err error) {
 	u.hash.Reset()
+	block := len(u.buf) // only long runs of zeros become holes, so that most files are in one piece
 	if isSparse(hdr) {
-		written, err = u.fillSparse(f, hdr.Size, io.TeeReader(in, u.hash))
-		return written, checksum.Content{Size: hdr.Size, Hash: u.hash.Sum64()}, err
+		block = int(min(u.block, copySize))
 	}
-	written, err = io.CopyBuffer(onlyWriter{io.MultiWriter(f, u.hash)}, onlyReader{in}, u.buf[:])
-	return written, checksum.Content{Size: written, Hash: u.hash.Sum64()}, err
-}
-
-// onlyWriter and onlyReader keep io.CopyBuffer from going past its buffer.
-type (
-	onlyWriter struct{ io.Writer }
-	onlyReader struct{ io.Reader }
-)
-
-// fillSparse omits zero blocks.
-func (u *unpacker) fillSparse(f *os.File, size int64, content io.Reader) (written int64, err error) {
-	err = eachBlock(content, size, u.buf[:], int(min(u.block, copySize)), u.tick, func(block []byte, offset int64) error {
+	end := int64(0) // of what was written
+	in = io.TeeReader(in, u.hash)
+	err = eachBlock(in, hdr.Size, u.buf[:], block, u.tick, func(block []byte, offset int64) error {
 		written += int64(len(block))
+		end = offset + int64(len(block))
 		_, err := f.WriteAt(block, offset)
 		return err
 	})
-	if err != nil {
-		return 0, err
+	if err == nil && end < hdr.Size {
+		err = f.Truncate(hdr.Size)
 	}
-	return written, f.Truncate(size)
+	return written, checksum.Content{Size: hdr.Size, Hash: u.hash.Sum64()}, err
 }
+
+// onlyReader keeps io.Copy from using other methods of a reader.
+type onlyReader struct{ io.Reader }
 
 func (u *unpacker) directory(at filePlace, hdr *tar.Header) error {
 	if err := at.dir.Mkdir(at.name, 0o755); errors.Is(err, unix.EEXIST) {

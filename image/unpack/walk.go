@@ -268,7 +268,7 @@ func eachBlock(in io.Reader, size int64, buf []byte, block int, tick func(),
 		tick()
 		for rest := buf[:n]; len(rest) > 0; {
 			b := rest[:min(block, len(rest))]
-			if !bytes.Equal(b, zeros[:len(b)]) {
+			if !isZero(b) {
 				if err := write(b, offset); err != nil {
 					return err
 				}
@@ -285,3 +285,14 @@ func eachBlock(in io.Reader, size int64, buf []byte, block int, tick func(),
 }
 
 var zeros [copySize]byte
+
+// isZero reports whether all bytes are zero.
+func isZero(b []byte) bool {
+	for len(b) > len(zeros) {
+		if !bytes.Equal(b[:len(zeros)], zeros[:]) {
+			return false
+		}
+		b = b[len(zeros):]
+	}
+	return bytes.Equal(b, zeros[:len(b)])
+}

@@ -41,7 +41,7 @@ func TestLayersThatFillTheDisk(t *testing.T) {
 		tar    io.Reader
 		text   string
 	}{
-		{"bytes", 100_000, bigFile(t, 200<<20), "are kept free"},
+		{"bytes", 100_000, bigFile(t, letters{}, 200<<20), "are kept free"},
 		// The daemon checks the limit periodically, so the disk may be full before the first check.
 		{"inodes", 2000, bytes.NewReader(packed(t, repeated(4000, func(i int) fixture.Entry { return fixture.File(fmt.Sprint("f", i), 0o644, "") })...)), "no space left on device"},
 	} {
@@ -85,11 +85,11 @@ func TestLayerWithTooManyFiles(t *testing.T) {
 	reader, writer := io.Pipe()
 	go func() { writer.CloseWithError(writeFiles(writer, most+1)) }()
 	_, name := image(t, gzipped(t, reader))
-	text := fmt.Sprintf("more than the %d entries", most)
+	code, text := codes.FailedPrecondition, fmt.Sprintf("more than the %d entries", most)
 	if before.Files > 0 && before.Ffree < uint64(2*most) {
-		text = "no space left on device"
+		code, text = codes.ResourceExhausted, "no space left on device"
 	}
-	refused(t, d, name, codes.ResourceExhausted, text)
+	refused(t, d, name, code, text)
 	harness.Eventually(t, "the files are deleted", func() error {
 		for _, root := range imagestore.LayerRoots(filepath.Join(d.Root, "images")) {
 			left, err := filepath.Glob(filepath.Join(root, "trash", "*"))

@@ -75,7 +75,7 @@ func Open(path string, stall time.Duration, log *slog.Logger) (*Program, error) 
 func (p *Program) Close() error { return p.exe.Close() }
 
 // Unpack is unpack.Layer in a process of its own. Further errors: Unavailable if the process died
-// or stalled, ResourceExhausted if it used more CPU time than any layer can need, Internal if it
+// or stalled, FailedPrecondition if it used more CPU time than any layer can need, Internal if it
 // could not be started or violated the protocol. It waits for the current Read of the blob; a blob
 // with a Read that may take long must be an unpack.Stopper.
 func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
@@ -378,7 +378,8 @@ func verdict(cause, answer error, end *os.ProcessState, said string, most time.D
 	case !errors.Is(answer, wire.ErrEnded):
 		return errdefs.Internal("berth-unpack: %w", answer)
 	case end.UserTime()+end.SystemTime() >= time.Duration(nearly*float64(most)):
-		return errdefs.New(codes.ResourceExhausted, "berth-unpack exceeded its CPU time limit of %v", most)
+		refused := fmt.Errorf("berth-unpack exceeded its CPU time limit of %v", most)
+		return errdefs.FailedPrecondition("%w", &unpack.Error{Code: unpack.FailedPrecondition, Err: refused})
 	}
 	text := end.String()
 	if said != "" {

@@ -221,7 +221,7 @@ func spin() {
 	}
 }
 
-// A layer that exceeds the CPU time that any layer can need fails with ResourceExhausted: a retry
+// A layer that exceeds the CPU time that any layer can need fails with FailedPrecondition: a retry
 // would not help.
 func TestCPULimit(t *testing.T) {
 	p := liar(t)
@@ -229,7 +229,7 @@ func TestCPULimit(t *testing.T) {
 	endless := job
 	endless.Limits.Entries = 7777777
 	_, err := p.Unpack(t.Context(), tree(t), zeros{}, endless)
-	if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "CPU time limit of 1s") {
+	if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "CPU time limit of 1s") {
 		t.Errorf("%v: %v", errdefs.Code(err), err)
 	}
 }
@@ -537,7 +537,7 @@ func testErrors(t *testing.T, p *Program) {
 	}{
 		"no tar":               {strings.NewReader(strings.Repeat("no tar", 1000)), job, codes.InvalidArgument, "invalid tar header"},
 		"bad gzip":             {bytes.NewReader(gzipped(t, good)[:1000]), job, codes.DataLoss, "decompress"},
-		"bomb":                 {bytes.NewReader(gzipped(t, make([]byte, 100<<20))), bomb, codes.ResourceExhausted, "longer than the 1048576 bytes"},
+		"bomb":                 {bytes.NewReader(gzipped(t, make([]byte, 100<<20))), bomb, codes.FailedPrecondition, "longer than the 1048576 bytes"},
 		"name":                 {bytes.NewReader(pack(t, file("a", ""), file("a/b\x1b[31m", ""))), job, codes.InvalidArgument, `a/b\x1b[31m`},
 		"blob breaks":          {io.MultiReader(bytes.NewReader(good[:70_000]), iotest.ErrReader(broken)), job, codes.Unknown, "connection reset"},
 		"blob is none":         {io.MultiReader(bytes.NewReader(good), iotest.ErrReader(errdefs.New(codes.DataLoss, "wrong digest"))), job, codes.DataLoss, "wrong digest"},

@@ -237,7 +237,7 @@ func reported(body []byte) error {
 	}
 	code := unpack.Code(min(n, math.MaxUint32))
 	switch code {
-	case unpack.InvalidArgument, unpack.ResourceExhausted, unpack.MoreWindow, unpack.MoreMemory, unpack.OutOfRange, unpack.NoSpace, unpack.DataLoss, unpack.Internal, unpack.Unknown:
+	case unpack.InvalidArgument, unpack.FailedPrecondition, unpack.MoreWindow, unpack.MoreMemory, unpack.OutOfRange, unpack.NoSpace, unpack.DataLoss, unpack.Internal, unpack.Unknown:
 	default:
 		return malformed(kindError, body)
 	}

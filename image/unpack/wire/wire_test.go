@@ -70,8 +70,8 @@ func TestResult(t *testing.T) {
 
 func TestError(t *testing.T) {
 	text := "entry \"a\x1b[31m\n\": " + strings.Repeat("x", 10_000)
-	_, err := NewReader(bytes.NewReader(sent(t, failure(unpack.ResourceExhausted, text)))).Result(nil)
-	if unpack.CodeOf(err) != unpack.ResourceExhausted || strings.ContainsAny(err.Error(), "\x1b\n") || len(err.Error()) > 2*maxText {
+	_, err := NewReader(bytes.NewReader(sent(t, failure(unpack.FailedPrecondition, text)))).Result(nil)
+	if unpack.CodeOf(err) != unpack.FailedPrecondition || strings.ContainsAny(err.Error(), "\x1b\n") || len(err.Error()) > 2*maxText {
 		t.Errorf("%v", err)
 	}
 }
@@ -83,7 +83,7 @@ func TestFullDiskIsReported(t *testing.T) {
 	if !errors.Is(err, unix.ENOSPC) || unpack.CodeOf(err).Status() != unpack.ResourceExhausted {
 		t.Errorf("%v", err)
 	}
-	_, err = NewReader(bytes.NewReader(sent(t, failure(unpack.ResourceExhausted, "too many files")))).Result(nil)
+	_, err = NewReader(bytes.NewReader(sent(t, failure(unpack.FailedPrecondition, "too many files")))).Result(nil)
 	if errors.Is(err, unix.ENOSPC) {
 		t.Errorf("%v matches ENOSPC", err)
 	}
