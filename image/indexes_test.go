@@ -46,8 +46,10 @@ func framed(t *testing.T, name string, content []byte) registrytest.Layer {
 	testutil.Must(t, err)
 	var blob []byte
 	for part := range slices.Chunk(data, 300_000) {
+		blob = append(blob, 0x50, 0x2a, 0x4d, 0x18, 4, 0, 0, 0, 'p', 'z', 's', 't') // a frame to skip
 		blob = w.EncodeAll(part, blob)
 	}
+	blob = append(blob, make([]byte, 700)...) // padding
 	return registrytest.Layer{Blob: blob, MediaType: ocispec.MediaTypeImageLayerZstd, DiffID: digest.FromBytes(data)}
 }
 

@@ -1,9 +1,6 @@
 package image
 
 import (
-	"bufio"
-	"bytes"
-	"compress/gzip"
 	"context"
 	"errors"
 	"fmt"
@@ -11,13 +8,15 @@ import (
 	"os"
 	"path/filepath"
 
-	"github.com/klauspost/compress/zstd"
 	"github.com/opencontainers/go-digest"
 	"google.golang.org/grpc/codes"
 
 	"berth/image/archive"
 	"berth/image/layer"
+	blobindex "berth/image/lazy/index"
 	"berth/image/registry"
+	"berth/image/unpack"
+	"berth/image/unpack/inflate"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 )
@@ -63,9 +62,11 @@ func (s *Store) LoadFile(ctx context.Context, path string, opts LoadOptions) ([]
 			return err
 		}
 		defer f.Close() // read only
-		head := make([]byte, magicBytes)
-		if n, err := f.ReadAt(head, 0); err == nil && compression(head[:n]) == "" {
-			return useTar(f, info.Size(), use)
+		head := make([]byte, inflate.HeadSize)
+		if n, err := f.ReadAt(head, 0); err == nil {
+			if kind, err := inflate.Detect(head[:n]); err == nil && kind == blobindex.None {
+				return useTar(f, info.Size(), use)
+			}
 		}
 		return s.withSpool(ctx, f, use)
 	})
@@ -200,9 +201,9 @@ func useTar(f io.ReaderAt, size int64, use func(*archive.Archive) error) error {
 
 // withSpool copies a tar to a file without a name, which goes with the process, and passes it on.
 func (s *Store) withSpool(ctx context.Context, from io.Reader, use func(*archive.Archive) error) (err error) {
-	plain, err := decompressed(from)
+	plain, err := inflate.NewReader(from, inflate.MaxWindow, nil)
 	if err != nil {
-		return err
+		return invalid(err)
 	}
 	defer plain.Close() // a decompressor; its errors come from Read
 	failpoint.Reach("image.spool")
@@ -230,44 +231,6 @@ const spoolDir = "tmp"
 // disk.
 type onlyWriter struct{ io.Writer }
 
-// Compressions of an archive.
-const (
-	magicBytes = 4
-	gzipMagic  = "\x1f\x8b"
-	zstdMagic  = "\x28\xb5\x2f\xfd"
-)
-
-func compression(head []byte) string {
-	switch {
-	case bytes.HasPrefix(head, []byte(gzipMagic)):
-		return "gzip"
-	case bytes.HasPrefix(head, []byte(zstdMagic)):
-		return "zstd"
-	}
-	return ""
-}
-
-// decompressed returns the plain form of an archive. The caller closes it.
-func decompressed(from io.Reader) (io.ReadCloser, error) {
-	in := bufio.NewReaderSize(from, 1<<16)
-	head, err := in.Peek(magicBytes)
-	if err != nil && !errors.Is(err, io.EOF) {
-		return nil, fmt.Errorf("read archive: %w", err)
-	}
-	switch compression(head) {
-	case "gzip":
-		return gzip.NewReader(in)
-	case "zstd":
-		const window = 128 << 20 // of zstd --ultra -22
-		plain, err := zstd.NewReader(in, zstd.WithDecoderConcurrency(1), zstd.WithDecoderMaxWindow(window))
-		if err != nil {
-			return nil, err
-		}
-		return plain.IOReadCloser(), nil
-	}
-	return io.NopCloser(in), nil
-}
-
 // hasRoom returns ResourceExhausted if the disk's reserve is in use.
 func (s *stores) hasRoom() error { return s.primary.HasRoom(0, s.deleting()) }
 
@@ -275,6 +238,9 @@ func (s *stores) hasRoom() error { return s.primary.HasRoom(0, s.deleting()) }
 func invalid(err error) error {
 	if err == nil || errors.Is(err, io.EOF) || errdefs.Code(err) != codes.Unknown {
 		return err
+	}
+	if unpack.CodeOf(err) == unpack.FailedPrecondition {
+		return errdefs.FailedPrecondition("archive: %w", err)
 	}
 	return errdefs.InvalidArgument("read archive: %w", err)
 }

@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -17,8 +18,11 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/layout"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/registry/registrytest"
 	"berth/internal/testutil"
 )
 
@@ -232,4 +236,61 @@ func TestTagAndUntag(t *testing.T) {
 	wantCode(t, err, codes.NotFound)
 	_, err = s.Tag(t.Context(), "app:v1", "app@"+first.ID)
 	wantCode(t, err, codes.InvalidArgument)
+}
+
+// Layers and archives are read in the same forms of compression, whatever else a program writes
+// around the compressed data.
+func TestFormsOfCompression(t *testing.T) {
+	skippable := []byte{0x5f, 0x2a, 0x4d, 0x18, 4, 0, 0, 0, 'a', 'b', 'c', 'd'}
+	gz := func(data []byte) []byte { return gzipBytes(t, data) }
+	zst := func(data []byte) []byte { return zstandardOf(t, data).Blob }
+	forms := map[string]func(data []byte) []byte{
+		"plain":                func(data []byte) []byte { return data },
+		"gzip, padded":         func(data []byte) []byte { return append(gz(data), make([]byte, 700)...) }, // bsdtar -czf -
+		"gzip, members":        func(data []byte) []byte { return slices.Concat(gz(data[:600]), gz(nil), gz(data[600:])) },
+		"zstd, padded":         func(data []byte) []byte { return append(zst(data), make([]byte, 10240)...) },
+		"zstd, skippable":      func(data []byte) []byte { return append(slices.Clone(skippable), zst(data)...) }, // pzstd
+		"zstd, more skippable": func(data []byte) []byte { return slices.Concat(skippable, zst(data[:600]), skippable, zst(data[600:])) },
+	}
+	for name, form := range forms {
+		t.Run(name, func(t *testing.T) {
+			data := tarOf(t, "f", "content")
+			reg := registrytest.New(t)
+			reg.PutImage("app", "v1", "", registrytest.Layer{Blob: form(data), MediaType: ocispec.MediaTypeImageLayerGzip, DiffID: digest.FromBytes(data)})
+			s := openStore(t, Config{})
+			if got := readFile(t, s, pull(t, s, reg.Host()+"/app:v1"), "f"); got != "content" {
+				t.Errorf("pulled: %q", got)
+			}
+			archive := form(dockerArchive(t, "example.com/app:v1", imageWith(t, "loaded")))
+			path := filepath.Join(t.TempDir(), "archive")
+			testutil.Must(t, os.WriteFile(path, archive, 0o600))
+			for way, load := range map[string]func() ([]*Image, error){
+				"stream": func() ([]*Image, error) { return s.Load(t.Context(), bytes.NewReader(archive), LoadOptions{}) },
+				"file":   func() ([]*Image, error) { return s.LoadFile(t.Context(), path, LoadOptions{}) },
+			} {
+				images, err := load()
+				testutil.Must(t, err)
+				if got := readFile(t, s, images[0], "f"); got != "loaded" {
+					t.Errorf("%s: %q", way, got)
+				}
+			}
+		})
+	}
+}
+
+// Other forms are named, so that the user knows what to change.
+func TestUnsupportedCompressionIsNamed(t *testing.T) {
+	xz := append([]byte("\xfd7zXZ\x00\x00\x04"), make([]byte, 1000)...)
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "", registrytest.Layer{Blob: xz, MediaType: ocispec.MediaTypeImageLayerGzip, DiffID: digest.FromString("x")})
+	s := openStore(t, Config{})
+	_, err := s.Pull(t.Context(), reg.Host()+"/app:v1", nil)
+	wantCode(t, err, codes.FailedPrecondition, "compressed with xz")
+	path := filepath.Join(t.TempDir(), "archive.tar.xz")
+	testutil.Must(t, os.WriteFile(path, xz, 0o600))
+	_, err = s.LoadFile(t.Context(), path, LoadOptions{})
+	wantCode(t, err, codes.FailedPrecondition, "load "+path, "compressed with xz")
+	_, err = s.Load(t.Context(), strings.NewReader("BZh91AY&SY rest"), LoadOptions{})
+	wantCode(t, err, codes.FailedPrecondition, "compressed with bzip2")
+	wantEmpty(t, s)
 }

@@ -70,11 +70,13 @@ func exceeds(format string, args ...any) error {
 	return &Error{FailedPrecondition, fmt.Errorf(format, args...)}
 }
 
-// CodeOf returns the code of an *Error, DataLoss for an *inflate.CorruptError, the codes for errors
+// CodeOf returns the code of an *Error, DataLoss for an *inflate.CorruptError, FailedPrecondition for
+// an *inflate.UnsupportedError, the codes for errors
 // of the filesystem and of contexts, else Unknown.
 func CodeOf(err error) Code {
 	var e *Error
 	var corrupt *inflate.CorruptError
+	var unsupported *inflate.UnsupportedError
 	switch {
 	case err == nil:
 		return OK
@@ -82,6 +84,8 @@ func CodeOf(err error) Code {
 		return e.Code
 	case errors.Is(err, inflate.ErrWindow):
 		return MoreWindow
+	case errors.As(err, &unsupported):
+		return FailedPrecondition
 	case errors.As(err, &corrupt):
 		return DataLoss
 	case errors.Is(err, context.Canceled):

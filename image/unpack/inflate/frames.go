@@ -4,6 +4,8 @@ import (
 	"bufio"
 
 	"github.com/klauspost/compress/zstd"
+
+	"berth/image/unpack/inflate/padding"
 )
 
 // frames passes on a zstd blob and reports where each of its frames starts. It never passes on the
@@ -48,6 +50,11 @@ func (f *frames) header() error {
 		}
 		f.block(uint32(head[0]) | uint32(head[1])<<8 | uint32(head[2])<<16)
 		return nil
+	}
+	if f.n > 0 {
+		if err := padding.Skip(f.from); err != nil {
+			return err
+		}
 	}
 	head, err := f.from.Peek(zstd.HeaderMaxSize)
 	if len(head) == 0 {

@@ -8,6 +8,7 @@ import (
 	"github.com/klauspost/compress/gzip"
 
 	"berth/image/lazy/index"
+	"berth/image/unpack/inflate/padding"
 	"berth/image/unpack/isal"
 )
 
@@ -31,5 +32,36 @@ func newGunzip(blob *bufio.Reader, points *index.Recorder) (io.ReadCloser, error
 	}
 	unfit.Store(true)
 	points.Drop()
-	return gzip.NewReader(blob)
+	return gunzipByGo(blob)
+}
+
+func gunzipByGo(blob *bufio.Reader) (*memberReader, error) {
+	z, err := gzip.NewReader(blob)
+	if err != nil {
+		return nil, err
+	}
+	z.Multistream(false)
+	return &memberReader{z, blob}, nil
+}
+
+// memberReader reads the members of a gzip and the padding after them.
+type memberReader struct {
+	*gzip.Reader // of the current member
+	blob         *bufio.Reader
+}
+
+// Read implements io.Reader.
+func (m *memberReader) Read(p []byte) (int, error) {
+	n, err := m.Reader.Read(p)
+	if err != io.EOF { //nolint:errorlint // io.Reader
+		return n, err
+	}
+	if err := padding.Skip(m.blob); err != nil {
+		return n, err
+	}
+	if err := m.Reset(m.blob); err != nil {
+		return n, err
+	}
+	m.Multistream(false)
+	return n, nil
 }

@@ -2,25 +2,19 @@
 //
 // # Contract
 //
-// The window given to NewReader limits its memory, whatever the blob contains. Invalid compressed
-// data is a CorruptError; errors of the blob's reader are passed on and take precedence. It uses
+// The window given to NewReader limits its memory, whatever the blob contains. Zeros after compressed
+// data are padding. Invalid compressed data is a CorruptError; errors of the blob's reader are passed on and take precedence. It uses
 // ISA-L for gzip if available (package isal).
 package inflate
 
 import (
 	"bufio"
-	"bytes"
 	"errors"
 	"io"
 
 	"github.com/klauspost/compress/zstd"
 
 	"berth/image/lazy/index"
-)
-
-var (
-	gzipMagic = []byte{0x1f, 0x8b}
-	zstdMagic = []byte{0x28, 0xb5, 0x2f, 0xfd}
 )
 
 const (
@@ -68,25 +62,28 @@ func (s *source) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// NewReader detects the compression of a blob by its first bytes: gzip, zstd or none. It ignores
-// media types, because some registries and builders set wrong ones. The caller closes the reader,
-// which does not close the blob. window is the memory that a zstd blob may ask for. The reader
+// NewReader reads a blob in the compression that Detect finds: gzip, zstd or none. The caller closes
+// the reader, which does not close the blob. window is the memory that a zstd blob may ask for. The reader
 // records where decompression can begin, unless points is nil.
 func NewReader(blob io.Reader, window int64, points *index.Recorder) (*Reader, error) {
 	t := &Reader{source: &source{Reader: blob}, close: func() {}, window: min(window, MaxWindow), points: points}
 	t.blob = bufio.NewReaderSize(t.source, blobBuffer)
-	magic, err := t.blob.Peek(len(zstdMagic))
+	head, err := t.blob.Peek(HeadSize)
 	if err != nil && err != io.EOF {
 		return nil, err
 	}
-	switch {
-	case bytes.HasPrefix(magic, gzipMagic):
+	kind, err := Detect(head)
+	if err != nil {
+		return nil, err
+	}
+	switch kind {
+	case index.Gzip:
 		z, err := newGunzip(t.blob, points)
 		if err != nil {
 			return nil, t.failure(err)
 		}
 		t.tar, t.close = z, func() { _ = z.Close() } // it was read to its end, or given up
-	case bytes.HasPrefix(magic, zstdMagic):
+	case index.Zstd:
 		points.Begin(index.Zstd)
 		z, err := openZstd(&frames{from: t.blob, started: t.started}, t.window)
 		if err != nil {

@@ -13,6 +13,8 @@ import (
 	"testing/iotest"
 
 	"github.com/klauspost/compress/zstd"
+
+	"berth/image/lazy/index"
 )
 
 // inflate reads a blob's tar.
@@ -33,6 +35,13 @@ func TestInflate(t *testing.T) {
 		"zstd":          zstdFrame(t, []byte(content)),
 		"zstd, frames":  append(zstdFrame(t, want[:1000]), zstdFrame(t, want[1000:])...),
 		"plain":         want,
+		"gzip, padded":  append(gzipped(t, want), make([]byte, 700)...),
+		"gzip, one NUL": append(gzipped(t, want), 0),
+		"gzip, blocks":  append(gzipped(t, want), make([]byte, 1<<20)...),
+		"zstd, padded":  append(zstdFrame(t, want), make([]byte, 10240)...),
+		"zstd, pzstd":   slices.Concat(skippable(4), zstdFrame(t, want[:1000]), skippable(4), zstdFrame(t, want[1000:])),
+		"zstd, long skippable": slices.Concat(skippable(1<<20), skippable(0), zstdFrame(t, want[:1000]), skippable(300_000),
+			zstdFrame(t, want[1000:]), skippable(9), make([]byte, 100)),
 		"gzip, members": append(gzipped(t, []byte(content)), gzipped(t, []byte("more "+content))...),
 	} {
 		for kind, reader := range map[string]func(io.Reader) io.Reader{
@@ -135,6 +144,27 @@ func TestInflateKeepsTheBlobsError(t *testing.T) {
 	}
 }
 
+// Compressions that berth does not read are named.
+func TestUnsupportedCompression(t *testing.T) {
+	for name, head := range map[string]string{
+		"xz": "\xfd7zXZ\x00\x00\x04\xe6\xd6", "lz4": "\x04\x22\x4d\x18\x64\x40\xa7\x00\x00\x00", "zip": "PK\x03\x04\x14\x00\x00\x00\x08\x00",
+		"bzip2": "BZh91AY&SY\x00", "compress": "\x1f\x9d\x90",
+	} {
+		_, err := inflate(strings.NewReader(head + strings.Repeat("x", 1000)))
+		if unsupported := new(UnsupportedError); !errors.As(err, &unsupported) || !strings.Contains(err.Error(), name+",") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, err := inflate(bytes.NewReader([]byte("BZh9\x17\x72\x45\x38\x50\x90\x00\x00\x00\x00"))); err == nil {
+		t.Error("an empty bzip2 is read")
+	}
+	for _, plain := range []string{"BZhang/notes", "BZh", "PK", "zip", "P*M\x17", "Q*M", "lz4/"} {
+		if kind, err := Detect([]byte((plain + strings.Repeat("\x00", HeadSize))[:HeadSize])); kind != index.None || err != nil {
+			t.Errorf("%q: %v, %v", plain, kind, err)
+		}
+	}
+}
+
 func TestInflateRefuses(t *testing.T) {
 	content := strings.Repeat("content ", 100_000)
 	flip := func(b []byte, at int) []byte { b[at] ^= 0xff; return b }
@@ -145,7 +175,10 @@ func TestInflateRefuses(t *testing.T) {
 		"gzip, bad header":      flip(bytes.Clone(gz), 2),
 		"gzip, bad length":      flip(bytes.Clone(gz), len(gz)-1),
 		"gzip, header behind":   append(bytes.Clone(gz), 0x1f, 0x8b, 8, 0),
-		"gzip, zeros behind":    append(bytes.Clone(gz), 0, 0, 0, 0),
+		"gzip, member padded":   slices.Concat(gz, make([]byte, 512), gz),
+		"zstd, frame padded":    slices.Concat(zs, make([]byte, 512), zs),
+		"gzip, zeros, text":     slices.Concat(gz, make([]byte, 512), []byte("x")),
+		"zstd, zeros, text":     slices.Concat(zs, make([]byte, 512), []byte("x")),
 		"gzip, no member":       {0x1f, 0x8b},
 		"gzip, bad method":      {0x1f, 0x8b, 7, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0},
 		"gzip, far repetition":  {0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 0, 0x63, 0x00, 0x06, 0x00, 0, 0, 0, 0, 0, 0, 0, 0},

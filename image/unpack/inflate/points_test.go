@@ -1,6 +1,7 @@
 package inflate
 
 import (
+	"bufio"
 	"bytes"
 	"compress/gzip"
 	"errors"
@@ -190,6 +191,7 @@ func gzips(t testing.TB, data []byte) map[string][]byte {
 		"small blocks":  flushed(t, data[:min(1<<20, len(data))], 1000),
 		"members":       members(t, data, 300_001),
 		"small members": members(t, data[:min(500_000, len(data))], 1003),
+		"padded":        append(flushed(t, data, 128<<10), make([]byte, 10240)...),
 		"empty members": slices.Concat(gzipped(t, nil), gzipped(t, data[:len(data)/3]), gzipped(t, nil), gzipped(t, nil),
 			gzipped(t, data[len(data)/3:]), gzipped(t, nil)),
 	}
@@ -330,6 +332,11 @@ func TestPointsOfChunkedInput(t *testing.T) {
 	}
 }
 
+// skippable is a frame without content.
+func skippable(n int) []byte {
+	return append([]byte{0x50, 0x2a, 0x4d, 0x18, byte(n), byte(n >> 8), byte(n >> 16), 0}, make([]byte, n)...)
+}
+
 func TestPointsOfZstd(t *testing.T) {
 	data := mixed(2 << 20)
 	framed := func(size int, options ...zstd.EOption) (blob []byte) {
@@ -342,14 +349,12 @@ func TestPointsOfZstd(t *testing.T) {
 		}
 		return blob
 	}
-	skippable := func(n int) []byte {
-		return append([]byte{0x50, 0x2a, 0x4d, 0x18, byte(n), byte(n >> 8), 0, 0}, make([]byte, n)...)
-	}
 	for name, blob := range map[string][]byte{
 		"frames":             framed(300_000),
 		"small frames":       framed(3000),
 		"frames without CRC": framed(300_000, zstd.WithEncoderCRC(false)),
 		"skippable":          slices.Concat(zstdFrame(t, nil), skippable(10), framed(200_000), skippable(0), zstdFrame(t, nil), skippable(60_000)),
+		"pzstd":              slices.Concat(skippable(4), framed(300_000), skippable(70_000), zstdFrame(t, nil), make([]byte, 5000)),
 		"fast":               framed(100_000, zstd.WithEncoderLevel(zstd.SpeedFastest)),
 	} {
 		for _, size := range []int{256 << 10, 100} {
@@ -441,7 +446,7 @@ func FuzzPoints(f *testing.F) {
 	}
 	f.Add(flushed(f, mixed(5000), 100), uint16(1), uint16(1), uint16(1))
 	f.Fuzz(func(t *testing.T, blob []byte, readSize, span, chunk uint16) {
-		if !bytes.HasPrefix(blob, gzipMagic) {
+		if !begins(blob, gzipMagic) {
 			return
 		}
 		var recorded bytes.Buffer
@@ -473,7 +478,7 @@ func FuzzPoints(f *testing.F) {
 }
 
 func readByGo(blob []byte) ([]byte, error) {
-	r, err := gzip.NewReader(bytes.NewReader(blob))
+	r, err := gunzipByGo(bufio.NewReader(bytes.NewReader(blob)))
 	if err != nil {
 		return nil, err
 	}

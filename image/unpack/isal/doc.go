@@ -8,8 +8,8 @@
 // nothing is loaded later, when the program may be confined. The first call of Works decompresses a
 // sample, so a broken library affects only users of gzip.
 //
-// Reader reads what gzip.Reader reads: all members, each verified by checksum and length. Trailing
-// data is an error.
+// Reader reads what gzip.Reader reads: all members, each verified by checksum and length. Zeros
+// after the last member are padding. Other trailing data is an error.
 //
 // The library is not memory-safe. Only the confined berth-unpack may pass it an image's bytes. The
 // package is separate from inflate because it has C code, a build tag and a constructor that loads

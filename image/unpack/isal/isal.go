@@ -152,6 +152,7 @@ import (
 	"unsafe"
 
 	"berth/image/lazy/index"
+	"berth/image/unpack/inflate/padding"
 )
 
 // errMemory is the error of a library that gets no memory.
@@ -267,7 +268,7 @@ func (r *Reader) found(b *C.struct_block) {
 
 // next begins with the next member, if there is one.
 func (r *Reader) next() error {
-	if _, err := r.from.Peek(1); err != nil {
+	if err := padding.Skip(r.from); err != nil {
 		return err
 	}
 	r.points.Start(r.in, r.out)

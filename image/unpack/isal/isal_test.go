@@ -15,6 +15,7 @@ import (
 	klauspost "github.com/klauspost/compress/gzip"
 
 	"berth/image/unpack/inflate/inflatetest"
+	"berth/image/unpack/inflate/padding"
 )
 
 // most limits how much of a fuzzer's input is decompressed.
@@ -55,11 +56,26 @@ func byISAL(blob io.Reader, inBuffer, outBuffer int) ([]byte, error) {
 }
 
 func byGo(blob []byte) ([]byte, error) {
-	r, err := gzip.NewReader(bytes.NewReader(blob))
+	in := bufio.NewReader(bytes.NewReader(blob))
+	r, err := gzip.NewReader(in)
 	if err != nil {
 		return nil, err
 	}
-	return inflateBy(r, 32<<10)
+	for out := []byte(nil); ; {
+		r.Multistream(false)
+		more, err := inflateBy(r, 32<<10)
+		if out = append(out, more...); err != nil || len(out) >= most {
+			return out, err
+		}
+		if err := padding.Skip(in); errors.Is(err, io.EOF) {
+			return out, nil
+		} else if err != nil {
+			return out, err
+		}
+		if err := r.Reset(in); err != nil {
+			return out, err
+		}
+	}
 }
 
 // FuzzAgainstGo: the library and Go's package decompress to the same bytes and reject the same
@@ -72,6 +88,7 @@ func FuzzAgainstGo(f *testing.F) {
 		f.Add(append(pack(f, text[:100], level), pack(f, nil, level)...), uint16(4096), uint16(1))
 	}
 	f.Add([]byte{0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 0, 0x63, 0x00, 0x06, 0x00, 0, 0, 0, 0, 0, 0, 0, 0}, uint16(16), uint16(7))
+	f.Add(append(pack(f, text, 6), make([]byte, 700)...), uint16(16), uint16(100))
 	f.Fuzz(func(t *testing.T, blob []byte, inBuffer, outBuffer uint16) {
 		want, wantErr := byGo(blob)
 		in, out := 16+int(inBuffer), 1+int(outBuffer) // bufio's least is 16

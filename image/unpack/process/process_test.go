@@ -454,7 +454,7 @@ func testEveryKind(t *testing.T, p *Program) {
 	if len(result.Opaques) == 0 || len(result.Links) == 0 || len(result.Implied) == 0 || result.Whiteouts == 0 || result.Unsupported == 0 {
 		t.Errorf("the library says %+v", result)
 	}
-	for name, blob := range map[string][]byte{"plain": data, "gzip": gzipped(t, data), "zstd": zstandard(t, data)} {
+	for name, blob := range map[string][]byte{"plain": data, "gzip": gzipped(t, data), "padded": append(gzipped(t, data), make([]byte, 700)...), "zstd": zstandard(t, data)} {
 		t.Run(name, func(t *testing.T) {
 			got, read := tree(t), 0
 			told := job
