@@ -25,6 +25,8 @@ import (
 type LoadOptions struct {
 	Name string // replaces the names in the archive, which must contain one image; empty: those names
 	Pin  bool   // kubelet must not collect the images
+	// Skipped, if not nil, is called for each entry that is no image of this node.
+	Skipped func(archive.Skipped)
 
 	origin string // of the archive, see Preload
 }
@@ -95,7 +97,7 @@ func (s *Store) loadFrom(ctx context.Context, what string, opts LoadOptions,
 	defer cancel()
 	defer context.AfterFunc(s.ctx, cancel)()
 	err = open(ctx, func(from *archive.Archive) (err error) {
-		images, err = s.loadArchive(ctx, what, from, names, track)
+		images, err = s.loadArchive(ctx, what, from, names, opts, track)
 		return err
 	})
 	if err != nil {
@@ -106,10 +108,16 @@ func (s *Store) loadFrom(ctx context.Context, what string, opts LoadOptions,
 
 // loadArchive adds the images of an archive, one after the other.
 func (s *Store) loadArchive(ctx context.Context, what string, from *archive.Archive, names naming,
-	track *pullTrack) (added []*Image, err error) {
-	images, err := from.Images(s.cfg.Platform)
+	opts LoadOptions, track *pullTrack) (added []*Image, err error) {
+	images, skipped, err := from.Images(s.cfg.Platform)
 	if err != nil {
 		return nil, err
+	}
+	for _, entry := range skipped {
+		s.log.Info("entry of an archive skipped", "from", what, "entry", entry.Name, "reason", entry.Reason)
+		if opts.Skipped != nil {
+			opts.Skipped(entry)
+		}
 	}
 	if names.refs != nil && len(images) > 1 {
 		return nil, errdefs.InvalidArgument("a name was given for %d images", len(images))

@@ -17,11 +17,13 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/empty"
 	"github.com/google/go-containerregistry/pkg/v1/layout"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/static"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/archive"
 	"berth/image/registry/registrytest"
 	"berth/internal/testutil"
 )
@@ -293,4 +295,38 @@ func TestUnsupportedCompressionIsNamed(t *testing.T) {
 	_, err = s.Load(t.Context(), strings.NewReader("BZh91AY&SY rest"), LoadOptions{})
 	wantCode(t, err, codes.FailedPrecondition, "compressed with bzip2")
 	wantEmpty(t, s)
+}
+
+// A signature beside an image, as in a layout of `cosign save`, is skipped and named.
+func TestLoadSkipsSignatures(t *testing.T) {
+	signature, err := mutate.AppendLayers(empty.Image, static.NewLayer([]byte("{}"), "application/vnd.dev.cosign.simplesigning.v1+json"))
+	testutil.Must(t, err)
+	sum, err := signature.Digest()
+	testutil.Must(t, err)
+	dir := t.TempDir()
+	testutil.Must(t, os.Chmod(dir, 0o755))
+	path, err := layout.Write(filepath.Join(dir, "signed"), empty.Index)
+	testutil.Must(t, err)
+	testutil.Must(t, path.AppendImage(signature))
+	s := openStore(t, Config{})
+	_, err = s.LoadFile(t.Context(), string(path), LoadOptions{})
+	wantCode(t, err, codes.FailedPrecondition, sum.String(), "simplesigning")
+	testutil.Must(t, path.AppendImage(imageWith(t, "signed"), layout.WithAnnotations(map[string]string{nameKey: "ex/signed:1"})))
+	var skipped []archive.Skipped
+	images, err := s.Load(t.Context(), bytes.NewReader(tarDir(t, string(path))), LoadOptions{
+		Name: "other:1", Skipped: func(entry archive.Skipped) { skipped = append(skipped, entry) }})
+	testutil.Must(t, err)
+	if len(images) != 1 || len(skipped) != 1 || skipped[0].Name != sum.String() {
+		t.Errorf("loaded %v, skipped %v", images, skipped)
+	}
+
+	log := &testutil.Buffer{}
+	preloaded := openUnsettled(t, Config{}, log)
+	testutil.Must(t, preloaded.CollectGarbage(t.Context()))
+	stop := preloading(t, preloaded, dir)
+	waitImage(t, preloaded, "ex/signed:1")
+	stop()
+	if !strings.Contains(log.String(), sum.String()) {
+		t.Errorf("the log does not name the signature: %s", log)
+	}
 }

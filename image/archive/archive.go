@@ -15,7 +15,6 @@ package archive
 import (
 	"bufio"
 	"bytes"
-	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -100,49 +99,49 @@ type diskFile struct {
 
 func (f diskFile) Size() int64 { return f.size }
 
-// Images returns the images of the archive for a node's platform. The caller must call it once and
-// before Blob. InvalidArgument: it is neither an OCI layout nor a docker archive.
-func (a *Archive) Images(node ocispec.Platform) ([]Image, error) {
+// Images returns the images of the archive for a node's platform, and the entries that are none. It
+// is an error if there is no image. The caller must call it once and before Blob. InvalidArgument:
+// it is neither an OCI layout nor a docker archive.
+func (a *Archive) Images(node ocispec.Platform) ([]Image, []Skipped, error) {
 	index, err := a.read("index.json", registry.MaxManifestSize)
 	if err == nil {
 		return a.layoutImages(index, node)
 	}
 	if !errors.Is(err, fs.ErrNotExist) {
-		return nil, err
+		return nil, nil, err
 	}
 	manifest, err := a.read("manifest.json", registry.MaxManifestSize)
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, errdefs.InvalidArgument(
+		return nil, nil, errdefs.InvalidArgument(
 			"neither an OCI layout nor a docker archive: it has no index.json and no manifest.json")
 	}
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	return a.dockerImages(manifest)
 }
 
-// layoutImages returns the images of an OCI layout. Several entries of the index may name one
-// manifest: each entry has one name.
-func (a *Archive) layoutImages(index []byte, node ocispec.Platform) (images []Image, err error) {
+// layoutImages returns the images of an OCI layout, and the entries that are none. Several entries
+// of the index may name one manifest: each entry has one name.
+func (a *Archive) layoutImages(index []byte, node ocispec.Platform) (images []Image, skipped []Skipped, err error) {
 	entries, err := registry.ParseIndex(index)
 	if err != nil {
-		return nil, fmt.Errorf("index.json: %w", err)
+		return nil, nil, fmt.Errorf("index.json: %w", err)
 	}
 	if len(entries) > MaxImages {
-		return nil, errdefs.FailedPrecondition("%d images, more than the limit of %d", len(entries), MaxImages)
+		return nil, nil, errdefs.FailedPrecondition("%d images, more than the limit of %d", len(entries), MaxImages)
 	}
-	var missing error
 	byDigest := map[digest.Digest]int{}
 	for _, entry := range entries {
 		i, known := byDigest[entry.Digest]
 		if !known {
 			img, err := registry.ResolveLocal(a.document, entry, node)
-			if errdefs.IsNotFound(err) { // another platform's
-				missing = err
+			if isSkippable(entry, err) {
+				skipped = append(skipped, skippedEntry(entry, err))
 				continue
 			}
 			if err != nil {
-				return nil, fmt.Errorf("image %s: %w", entry.Digest, err)
+				return nil, nil, fmt.Errorf("image %s: %w", entry.Digest, err)
 			}
 			i = len(images)
 			byDigest[entry.Digest] = i
@@ -152,10 +151,21 @@ func (a *Archive) layoutImages(index []byte, node ocispec.Platform) (images []Im
 			images[i].Names = append(images[i].Names, name)
 		}
 	}
-	if len(images) == 0 {
-		return nil, cmp.Or(missing, errdefs.InvalidArgument("index.json names no image"))
+	images, artifacts := withoutArtifacts(images)
+	return found(images, append(skipped, artifacts...), "index.json names no image")
+}
+
+// found returns an error if there is no image: that of an entry for another platform, or else of
+// the first entry.
+func found(images []Image, skipped []Skipped, none string) ([]Image, []Skipped, error) {
+	if len(images) > 0 {
+		return images, skipped, nil
 	}
-	return images, nil
+	if len(skipped) == 0 {
+		return nil, nil, errdefs.InvalidArgument("%s", none)
+	}
+	i := max(0, slices.IndexFunc(skipped, func(s Skipped) bool { return errdefs.IsNotFound(s.Reason) }))
+	return nil, nil, fmt.Errorf("no entry is an image for this node: %s: %w", skipped[i].Name, skipped[i].Reason)
 }
 
 // nameOf returns the name in the annotations of an index's entry. A plain tag is no name, because
@@ -195,30 +205,34 @@ type dockerImage struct {
 	Layers   []string
 }
 
-// dockerImages returns the images of a docker archive. Its manifest names files and no digests.
-// Blob verifies a layer by the digest that dockerLayer computes.
-func (a *Archive) dockerImages(manifest []byte) ([]Image, error) {
+// dockerImages returns the images of a docker archive, and the entries that are none. Its manifest
+// names files and no digests. Blob verifies a layer by the digest that dockerLayer computes.
+func (a *Archive) dockerImages(manifest []byte) (images []Image, skipped []Skipped, err error) {
 	var entries []dockerImage
 	if err := registry.CheckValues(manifest); err != nil {
-		return nil, fmt.Errorf("manifest.json: %w", err)
+		return nil, nil, fmt.Errorf("manifest.json: %w", err)
 	}
 	if err := json.Unmarshal(manifest, &entries); err != nil {
-		return nil, errdefs.InvalidArgument("manifest.json: %w", err)
+		return nil, nil, errdefs.InvalidArgument("manifest.json: %w", err)
 	}
-	if len(entries) == 0 || len(entries) > MaxImages {
-		return nil, errdefs.InvalidArgument("manifest.json names %d images, not 1 to %d", len(entries), MaxImages)
+	if len(entries) > MaxImages {
+		return nil, nil, errdefs.FailedPrecondition("%d images, more than the limit of %d", len(entries), MaxImages)
 	}
 	a.paths = map[digest.Digest]string{}
 	layers := map[string]ocispec.Descriptor{}
-	var images []Image
 	for i, entry := range entries {
+		if isAttachment(entry.RepoTags) {
+			reason := errdefs.FailedPrecondition("the name is that of a signature or attestation")
+			skipped = append(skipped, Skipped{errdefs.Clip(entry.RepoTags[0]), reason})
+			continue
+		}
 		img, err := a.dockerImage(entry, layers)
 		if err != nil {
-			return nil, fmt.Errorf("image %d: %w", i, err)
+			return nil, nil, fmt.Errorf("image %d: %w", i, err)
 		}
 		images = append(images, img)
 	}
-	return images, nil
+	return found(images, skipped, "manifest.json names no image")
 }
 
 func (a *Archive) dockerImage(entry dockerImage, known map[string]ocispec.Descriptor) (Image, error) {

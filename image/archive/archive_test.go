@@ -60,7 +60,7 @@ func TestDockerArchiveWithLinkedLayers(t *testing.T) {
 		entry{"c.json", configOf(t, "layer", "layer"), ""}, entry{"manifest.json", manifest, ""})
 	a, err := OpenTar(bytes.NewReader(data), int64(len(data)))
 	testutil.Must(t, err)
-	images, err := a.Images(node)
+	images, _, err := a.Images(node)
 	testutil.Must(t, err)
 	if len(images) != 1 || fmt.Sprint(images[0].Names) != "[docker.io/library/app:v1]" || len(images[0].Layers) != 2 {
 		t.Fatalf("%+v", images)
@@ -89,7 +89,7 @@ func TestOpenTarRefuses(t *testing.T) {
 			t.Parallel()
 			a, err := OpenTar(bytes.NewReader(data), int64(len(data)))
 			if err == nil {
-				_, err = a.Images(node)
+				_, _, err = a.Images(node)
 			}
 			if err == nil {
 				t.Error("accepted")
@@ -118,7 +118,7 @@ func FuzzOpenTar(f *testing.F) {
 		if err != nil {
 			return
 		}
-		images, err := a.Images(node)
+		images, _, err := a.Images(node)
 		if err != nil {
 			return
 		}

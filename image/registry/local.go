@@ -15,8 +15,12 @@ import (
 type ReadBlob func(ocispec.Descriptor) ([]byte, error)
 
 // ResolveLocal is Repository.Resolve for an image whose documents are on this machine. top
-// describes its index or manifest. The documents get the same checks as those of a registry.
+// describes its index or manifest. The documents get the same checks as those of a registry. The
+// error matches ErrNotImage if top describes something that belongs to an image.
 func ResolveLocal(read ReadBlob, top ocispec.Descriptor, node ocispec.Platform) (*Image, error) {
+	if isAttestation(top) {
+		return nil, notImage(errdefs.FailedPrecondition("%s is an attestation", top.Digest))
+	}
 	if _, ok := choosePlatform([]ocispec.Descriptor{top}, node); !ok {
 		return nil, errdefs.NotFound("image %s is not for platform %s", top.Digest, platforms.Format(node))
 	}
@@ -36,6 +40,10 @@ func ResolveLocal(read ReadBlob, top ocispec.Descriptor, node ocispec.Platform) 
 		if doc, err = readDocument(read, chosen); err != nil {
 			return nil, err
 		}
+	}
+	if doc.artifact != nil && doc.manifest.Subject != nil {
+		return nil, notImage(errdefs.FailedPrecondition("artifact of type %q belongs to %s", doc.artifact.Type,
+			errdefs.Clip(doc.manifest.Subject.Digest.String())))
 	}
 	if doc.artifact != nil {
 		img, err := doc.image()

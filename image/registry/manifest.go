@@ -2,6 +2,7 @@ package registry
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"mime"
 	"strings"
@@ -57,6 +58,7 @@ func parseDocument(data []byte, contentType string) (document, error) {
 		Config        *ocispec.Descriptor  `json:"config"`
 		Layers        []ocispec.Descriptor `json:"layers"`
 		FSLayers      json.RawMessage      `json:"fsLayers"`
+		Subject       *ocispec.Descriptor  `json:"subject"`
 		Annotations   map[string]string    `json:"annotations"`
 	}
 	if err := decode(data, &raw); err != nil {
@@ -87,11 +89,12 @@ func parseDocument(data []byte, contentType string) (document, error) {
 		ArtifactType: raw.ArtifactType,
 		Config:       *raw.Config,
 		Layers:       raw.Layers,
+		Subject:      raw.Subject,
 		Annotations:  raw.Annotations,
 	}
 	if isArtifact(m) {
 		artifact, err := artifactOf(m)
-		return document{manifest: m, artifact: artifact}, err
+		return document{manifest: m, artifact: artifact}, notImage(err)
 	}
 	return document{manifest: m}, checkManifest(m)
 }
@@ -108,8 +111,12 @@ func checkManifest(m ocispec.Manifest) error {
 	sizes := make(map[digest.Digest]int64, len(m.Layers))
 	for i, l := range m.Layers {
 		if l.MediaType != "" && !isLayerType(l.MediaType) {
-			return errdefs.FailedPrecondition("layer %d has the media type %q, which is no container image's layer",
+			err := errdefs.FailedPrecondition("layer %d has the media type %q, which is no container image's layer",
 				i, errdefs.Clip(l.MediaType))
+			if isEncrypted(l.MediaType) {
+				return err
+			}
+			return notImage(err)
 		}
 		if err := checkDescriptor(l, 0); err != nil {
 			return malformed("layer %d: %w", i, err)
@@ -175,6 +182,9 @@ func isSchema1(contentType string) bool {
 
 func isIndexType(t string) bool { return t == ocispec.MediaTypeImageIndex || t == mediaTypeDockerList }
 
+// IsDocumentType reports whether a media type is that of a manifest or index, or empty.
+func IsDocumentType(t string) bool { return t == "" || isIndexType(t) || isManifestType(t) }
+
 func isManifestType(t string) bool {
 	return t == ocispec.MediaTypeImageManifest || t == mediaTypeDockerManifest
 }
@@ -182,6 +192,24 @@ func isManifestType(t string) bool {
 // isLayerType accepts tar layers in any compression, which the content shows. Encrypted layers,
 // Helm charts and attestations are no filesystems.
 func isLayerType(t string) bool {
-	return (strings.HasPrefix(t, ociLayerPrefix) || strings.HasPrefix(t, dockerLayerPrefix)) &&
-		!strings.Contains(t, "encrypted")
+	return (strings.HasPrefix(t, ociLayerPrefix) || strings.HasPrefix(t, dockerLayerPrefix)) && !isEncrypted(t)
 }
+
+func isEncrypted(layerType string) bool { return strings.Contains(layerType, "encrypted") }
+
+// ErrNotImage matches errors about manifests that describe no container image and no artifact that
+// can be stored: signatures, attestations and bills of materials, for example.
+var ErrNotImage = errors.New("not an image")
+
+// notImage makes an error match ErrNotImage, with the same text and code.
+func notImage(err error) error {
+	if err == nil {
+		return nil
+	}
+	return &notImageError{err}
+}
+
+type notImageError struct{ error }
+
+func (e *notImageError) Unwrap() error        { return e.error }
+func (e *notImageError) Is(target error) bool { return target == ErrNotImage }

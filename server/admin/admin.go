@@ -19,6 +19,7 @@ import (
 	"io"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/types/known/wrapperspb"
 
 	"berth/image"
@@ -49,6 +50,13 @@ type LoadRequest struct {
 	Name string `json:"name,omitempty"` // of the only image; empty: the names in the archive
 	Pin  bool   `json:"pin,omitempty"`
 }
+
+// SkippedTrailer is the key of Load's trailer: a text for each entry of the archive that is no image
+// of the node, at most MaxSkipped. An older daemon sends none.
+const (
+	SkippedTrailer = "berth-skipped-bin"
+	MaxSkipped     = 100
+)
 
 // SaveRequest asks for an archive.
 type SaveRequest struct {
@@ -198,7 +206,10 @@ func load(images Store, stream grpc.ServerStream) error {
 	if err := Decode(first, &req); err != nil {
 		return err
 	}
-	added, err := images.Load(stream.Context(), NewReader(stream), image.LoadOptions{Name: req.Name, Pin: req.Pin})
+	var skipped []string
+	added, err := images.Load(stream.Context(), NewReader(stream), image.LoadOptions{Name: req.Name, Pin: req.Pin,
+		Skipped: func(entry archive.Skipped) { skipped = append(skipped, fmt.Sprintf("%s: %v", entry.Name, entry.Reason)) }})
+	stream.SetTrailer(metadata.MD{SkippedTrailer: skipped[:min(len(skipped), MaxSkipped)]})
 	if err != nil {
 		return err
 	}

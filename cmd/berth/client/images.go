@@ -72,17 +72,19 @@ func (c *Client) AllImages(ctx context.Context) ([]Image, error) {
 // errNotBerth is the error for calls of package admin to another runtime.
 var errNotBerth = errors.New("the runtime on this socket is not berth, or an older one: CRI has no call for this")
 
-// Load sends an archive and returns the images that the daemon has added.
-func (c *Client) Load(ctx context.Context, from io.Reader, req admin.LoadRequest) ([]admin.Image, error) {
+// Load sends an archive. It returns the images that the daemon has added, and a text for each entry
+// that it has skipped.
+func (c *Client) Load(ctx context.Context, from io.Reader, req admin.LoadRequest) (added []admin.Image,
+	skipped []string, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stream, err := c.conn.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true}, admin.LoadMethod)
 	if err != nil {
-		return nil, adminError(err)
+		return nil, nil, adminError(err)
 	}
 	head, err := admin.Encode(req)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	err = stream.SendMsg(head)
 	if err == nil {
@@ -92,14 +94,13 @@ func (c *Client) Load(ctx context.Context, from io.Reader, req admin.LoadRequest
 		err = stream.CloseSend()
 	}
 	if err != nil && !errors.Is(err, io.EOF) { // EOF: the daemon has refused, and RecvMsg returns the reason
-		return nil, err
+		return nil, nil, err
 	}
 	answer := &wrapperspb.BytesValue{}
 	if err := stream.RecvMsg(answer); err != nil {
-		return nil, adminError(err)
+		return nil, nil, adminError(err)
 	}
-	var images []admin.Image
-	return images, admin.Decode(answer, &images)
+	return added, stream.Trailer()[admin.SkippedTrailer], admin.Decode(answer, &added)
 }
 
 // Save writes an archive with images. After an error the archive is not complete.

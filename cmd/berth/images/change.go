@@ -29,7 +29,8 @@ func loadCommand(o *connection) *cobra.Command {
 
 PATH is an archive or the directory of an OCI layout. Without PATH, or with "-", the archive comes
 from standard input. Archives may be compressed with gzip or zstd. The names of the images come
-from the archive; --name replaces them.`,
+from the archive; --name replaces them. Entries that are no image of this node, such as signatures
+and attestations, are skipped and named.`,
 	}
 	cmd.Flags().StringVarP(&input, "input", "i", "", "the same as PATH, as with docker load")
 	cmd.Flags().StringVar(&req.Name, "name", "", "name of the only image in the archive")
@@ -62,11 +63,16 @@ func (c *call) load(path string, req admin.LoadRequest) error {
 	return c.send(path, from, req)
 }
 
-// send sends an archive and prints its images.
+// send sends an archive and prints its images, and what was skipped to standard error.
 func (c *call) send(path string, from io.Reader, req admin.LoadRequest) error {
-	images, err := c.Load(c.Context(), from, req)
+	images, skipped, err := c.Load(c.Context(), from, req)
 	if err != nil {
 		return fmt.Errorf("load %s: %w", path, err)
+	}
+	for _, entry := range skipped {
+		if _, err := fmt.Fprintln(c.ErrOrStderr(), "skipped", entry); err != nil {
+			return err
+		}
 	}
 	for _, img := range images {
 		if _, err := fmt.Fprintln(c.OutOrStdout(), img.ID, strings.Join(img.Tags, " ")); err != nil {

@@ -2,9 +2,9 @@
 //
 // # Contract
 //
-// The window given to NewReader limits its memory, whatever the blob contains. Zeros after compressed
-// data are padding. Invalid compressed data is a CorruptError; errors of the blob's reader are passed on and take precedence. It uses
-// ISA-L for gzip if available (package isal).
+// The window given to NewReader limits its memory, whatever the blob contains. Zeros after
+// compressed data are padding. Invalid compressed data is a CorruptError; errors of the blob's
+// reader are passed on and take precedence. It uses ISA-L for gzip if available (package isal).
 package inflate
 
 import (
@@ -62,9 +62,9 @@ func (s *source) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// NewReader reads a blob in the compression that Detect finds: gzip, zstd or none. The caller closes
-// the reader, which does not close the blob. window is the memory that a zstd blob may ask for. The reader
-// records where decompression can begin, unless points is nil.
+// NewReader reads a blob in the compression that Detect finds: gzip, zstd or none. The caller
+// closes the reader, which does not close the blob. window is the memory that a zstd blob may ask
+// for. The reader records where decompression can begin, unless points is nil.
 func NewReader(blob io.Reader, window int64, points *index.Recorder) (*Reader, error) {
 	t := &Reader{source: &source{Reader: blob}, close: func() {}, window: min(window, MaxWindow), points: points}
 	t.blob = bufio.NewReaderSize(t.source, blobBuffer)

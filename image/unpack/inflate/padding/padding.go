@@ -1,5 +1,5 @@
-// Package padding finds the end of compressed data that is padded with zeros. bsdtar and tape drives
-// write whole blocks.
+// Package padding finds the end of compressed data that is padded with zeros. bsdtar and tape
+// drives write whole blocks.
 //
 // # Contract
 //
