@@ -13,6 +13,8 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/empty"
 	"github.com/google/go-containerregistry/pkg/v1/layout"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/static"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
 	"github.com/google/go-containerregistry/pkg/v1/validate"
 
@@ -42,7 +44,9 @@ func TestImageLoad(t *testing.T) {
 	dir := t.TempDir()
 	path := harness.Get(layout.Write(dir, empty.Index))(t)
 	harness.Must(t, path.AppendImage(other, layout.WithAnnotations(map[string]string{"org.opencontainers.image.ref.name": "example.com/layout:v1"})))
-	runBerth(t, d, "image", "load", "--pin", dir)
+	harness.Must(t, path.AppendImage(harness.Get(mutate.AppendLayers(empty.Image,
+		static.NewLayer([]byte("{}"), "application/vnd.dev.cosign.simplesigning.v1+json")))(t)))
+	harness.WantText(t, "output of load", runBerth(t, d, "image", "load", "--pin", dir), "example.com/layout:v1", "skipped sha256:", "simplesigning")
 	status := d.ImageStatus(t, "example.com/layout:v1")
 	if !status.Pinned || len(status.RepoDigests) != 1 {
 		t.Errorf("image from a layout: %+v", status)
@@ -55,6 +59,9 @@ func TestImageLoad(t *testing.T) {
 	if err != nil || !strings.Contains(string(out), "example.com/pipe:v1") {
 		t.Errorf("load from a pipe: %v\n%s", err, out)
 	}
+	runBerth(t, d, "image", "tag", "example.com/layout:v1", "example.com/again:v1")
+	gone := runBerth(t, d, "image", "rm", status.RepoDigests[0])
+	harness.WantText(t, "output of rm with a digest", gone, status.Id, "untagged", "example.com/again:v1", "example.com/layout:v1")
 	if out, err := tryBerth(d, "image", "load", "/etc/passwd"); err == nil || !strings.Contains(out, "load /etc/passwd: invalid request: ") {
 		t.Errorf("load of a text: %v\n%s", err, out)
 	}

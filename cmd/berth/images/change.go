@@ -121,7 +121,8 @@ func rmCommand(o *connection) *cobra.Command {
 	return &cobra.Command{
 		Use: "rm REF…", Short: "Remove images, or one of their names", Args: cli.Args(1, 0, "name an image"),
 		Long: `Remove images. If REF is one of several names of an image, only that name is removed.
-An ID or the last name removes the image. Containers that use it keep running.`,
+An ID, a name with a digest or the last name removes the image with all of its names. Removed names
+are printed on standard error. Containers that use the image keep running.`,
 		ValidArgsFunction: o.CompleteImages,
 		RunE: o.connected(func(c *call) error {
 			for _, ref := range c.args {
@@ -142,9 +143,19 @@ func (c *call) remove(ref string) error {
 	byName := !strings.HasPrefix(strings.TrimPrefix(img.GetId(), "sha256:"), strings.TrimPrefix(ref, "sha256:"))
 	if byName && !strings.Contains(ref, "@") && len(img.GetRepoTags()) > 1 {
 		_, err := c.Untag(c.Context(), ref)
-		return err
+		return errors.Join(err, c.untagged(err, ref))
 	}
-	return c.removeID(img.GetId())
+	err = c.removeID(img.GetId())
+	return errors.Join(err, c.untagged(err, img.GetRepoTags()...))
+}
+
+// untagged prints names that were removed, unless there was an error.
+func (c *call) untagged(err error, names ...string) error {
+	if err != nil || len(names) == 0 {
+		return nil
+	}
+	_, err = fmt.Fprintln(c.ErrOrStderr(), "untagged", strings.Join(names, " "))
+	return err
 }
 
 func (c *call) removeID(id string) error {
