@@ -106,7 +106,7 @@ func TestEntriesThatAreNoImages(t *testing.T) {
 			return on(annotated(w.manifest(ocispec.MediaTypeImageConfig, unnamed, toto, "{}"), "vnd.docker.reference.type", "attestation-manifest"), "unknown", "unknown")
 		}},
 		"buildx without a platform": {false, func(w *layoutWriter) ocispec.Descriptor {
-			return annotated(w.image("provenance"), "vnd.docker.reference.type", "attestation-manifest")
+			return annotated(w.manifest(ocispec.MediaTypeImageConfig, unnamed, toto, "{}"), "vnd.docker.reference.type", "attestation-manifest")
 		}},
 		"unknown platform": {false, func(w *layoutWriter) ocispec.Descriptor {
 			return on(w.manifest(ocispec.MediaTypeImageConfig, unnamed, toto, "{}"), "unknown", "unknown")
@@ -217,7 +217,7 @@ func TestIndexWithArtifacts(t *testing.T) {
 	w := &layoutWriter{t, map[string]string{}}
 	sbom := w.manifest("application/spdx+json", "{}", "text/spdx+json", "{}")
 	sbom.ArtifactType = "application/spdx+json"
-	attestation := on(annotated(w.image("provenance"), "vnd.docker.reference.type", "attestation-manifest"), "linux", "amd64")
+	attestation := on(w.manifest(ocispec.MediaTypeEmptyJSON, "{}", "application/vnd.in-toto+json", "{}"), "unknown", "unknown")
 	for form, a := range w.open(w.index(sbom, attestation, w.image("layer"))) {
 		images, _, err := a.Images(node)
 		testutil.Must(t, err)

@@ -305,6 +305,22 @@ func TestDriversAgreeOnAttributes(t *testing.T) {
 	}
 }
 
+// A directory that is a hard link to itself stays as it is. kaniko writes one for the root.
+func TestDirectoryLinkedToItself(t *testing.T) {
+	w := newTwin(t)
+	id := w.create(t, makeTar(t, dir("./", 0o711).owned(1, 2), hardlink("/", "."), hardlink("./", "/"), hardlink("..", "../.."),
+		dir("d", 0o700), hardlink("d/", "/d"), file("d/f", "x")))
+	if id == "" {
+		t.Fatal("it is refused")
+	}
+	w.compare(t, id)
+	for _, s := range []*Store{w.directory, w.erofs} {
+		if got := shown(t, s, "d/f", id); got != "x" {
+			t.Errorf("content %q", got)
+		}
+	}
+}
+
 // Both drivers show the same files for tars that GNU tar writes of random trees, including sparse
 // files.
 func TestDriversAgreeOnTars(t *testing.T) {

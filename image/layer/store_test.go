@@ -104,6 +104,7 @@ func TestCreateErrors(t *testing.T) {
 		{"root is a file", bytes.NewReader(makeTar(t, file(".", ""))), unpack.Limits{}, codes.InvalidArgument, "root is no directory"},
 		{"root is a symlink", bytes.NewReader(makeTar(t, symlink("/", "/etc"))), unpack.Limits{}, codes.InvalidArgument, "root is no directory"},
 		{"hard link to a directory", bytes.NewReader(makeTar(t, dir("a", 0o755), hardlink("b", "a"))), unpack.Limits{}, codes.InvalidArgument, "hard link to the directory"},
+		{"root is a hard link", bytes.NewReader(makeTar(t, file("a", ""), hardlink("/", "a"))), unpack.Limits{}, codes.InvalidArgument, "root is no directory"},
 		{"hard link to the root", bytes.NewReader(makeTar(t, hardlink("b", "../.."))), unpack.Limits{}, codes.InvalidArgument, "hard link to"},
 		{"whiteout of nothing", bytes.NewReader(makeTar(t, file("a/.wh.", ""))), unpack.Limits{}, codes.InvalidArgument, "whiteout of nothing"},
 		{"whiteout of .", bytes.NewReader(makeTar(t, file("a/.wh..", ""))), unpack.Limits{}, codes.InvalidArgument, "whiteout of nothing"},

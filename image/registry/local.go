@@ -18,9 +18,6 @@ type ReadBlob func(ocispec.Descriptor) ([]byte, error)
 // describes its index or manifest. The documents get the same checks as those of a registry. The
 // error matches ErrNotImage if top describes something that belongs to an image.
 func ResolveLocal(read ReadBlob, top ocispec.Descriptor, node ocispec.Platform) (*Image, error) {
-	if isAttestation(top) {
-		return nil, notImage(errdefs.FailedPrecondition("%s is an attestation", top.Digest))
-	}
 	if _, ok := choosePlatform([]ocispec.Descriptor{top}, node); !ok {
 		return nil, errdefs.NotFound("image %s is not for platform %s", top.Digest, platforms.Format(node))
 	}

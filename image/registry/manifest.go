@@ -16,7 +16,7 @@ import (
 // Limits for documents of a registry, so that they cannot exhaust the node.
 const (
 	MaxManifestSize = 8 << 20 // bytes of a manifest or index
-	MaxConfigSize   = 2 << 20 // bytes of an image configuration, which stays in memory
+	MaxConfigSize   = 4 << 20 // bytes of an image configuration, which stays in memory; podman's limit, too
 	MaxValues       = 1 << 18 // JSON values in a document: an empty descriptor takes 2 bytes here and 120 in memory
 	MaxIndexDepth   = 3       // indexes between a reference and its manifest
 	MaxLayers       = 500     // overlayfs mounts no more (OVL_MAX_STACK in fs/overlayfs)

@@ -3,30 +3,48 @@ package registry
 import (
 	"runtime"
 	"slices"
+	"strconv"
 
 	"github.com/containerd/platforms"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"golang.org/x/sys/cpu"
 )
 
-// DefaultPlatform returns the platform of this program.
+// DefaultPlatform returns the platform of this program. On amd64, the variant is the level of the
+// CPU. So an image for a higher level is chosen before one for all CPUs.
 func DefaultPlatform() ocispec.Platform {
-	return ocispec.Platform{OS: runtime.GOOS, Architecture: runtime.GOARCH}
+	return ocispec.Platform{OS: runtime.GOOS, Architecture: runtime.GOARCH, Variant: cpuLevel()}
 }
 
-// attestationAnnotation marks the attestations that buildx puts into an index. Their platform is
-// unknown/unknown.
-const attestationAnnotation = "vnd.docker.reference.type"
-
-func isAttestation(m ocispec.Descriptor) bool { return m.Annotations[attestationAnnotation] != "" }
+// cpuLevel returns the level of an amd64 CPU, v1 to v4, as in the x86-64 psABI; empty for others.
+// Package platforms ranks levels but does not detect them.
+func cpuLevel() string {
+	if runtime.GOARCH != "amd64" {
+		return ""
+	}
+	x, level := &cpu.X86, 1
+	for _, features := range [][]bool{
+		{x.HasCX16, x.HasLAHF, x.HasPOPCNT, x.HasSSE3, x.HasSSE41, x.HasSSE42, x.HasSSSE3},
+		{x.HasAVX, x.HasAVX2, x.HasBMI1, x.HasBMI2, x.HasF16C, x.HasFMA, x.HasLZCNT, x.HasMOVBE, x.HasOSXSAVE},
+		{x.HasAVX512F, x.HasAVX512BW, x.HasAVX512CD, x.HasAVX512DQ, x.HasAVX512VL},
+	} {
+		if slices.Contains(features, false) {
+			break
+		}
+		level++
+	}
+	return "v" + strconv.Itoa(level)
+}
 
 // choosePlatform returns the manifest of an index that suits a node best. It is the first with the
 // best matching platform, or the first without a platform if none matches. An artifact is chosen
-// only if there is no image.
+// only if there is no image. Annotations have no effect: buildx' attestations are for the platform
+// unknown/unknown.
 func choosePlatform(manifests []ocispec.Descriptor, node ocispec.Platform) (best ocispec.Descriptor, ok bool) {
 	var images, artifacts []ocispec.Descriptor
 	for _, m := range manifests {
 		switch {
-		case m.ArtifactType == sociIndexType || isAttestation(m): // it may have the platform of its image
+		case m.ArtifactType == sociIndexType: // it has the platform of its image
 		case m.ArtifactType != "":
 			artifacts = append(artifacts, m)
 		default:

@@ -1,13 +1,19 @@
 package registry
 
 import (
+	"fmt"
+	"os"
+	"runtime"
+	"slices"
 	"strings"
 	"testing"
 
+	"github.com/containerd/platforms"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 )
 
 func TestChoosePlatform(t *testing.T) {
@@ -19,6 +25,11 @@ func TestChoosePlatform(t *testing.T) {
 		{"linux/amd64", "linux/amd64/v2 linux/amd64", "linux/amd64"},
 		{"linux/amd64", "linux/amd64/v1", "linux/amd64/v1"},
 		{"linux/amd64", "linux/amd64/v3", ""},
+		{"linux/amd64/v4", "linux/amd64/v2 linux/amd64/v3", "linux/amd64/v3"},
+		{"linux/amd64/v3", "linux/amd64/v4 linux/amd64/v1 linux/386", "linux/amd64/v1"},
+		{"linux/amd64/v2", "linux/amd64/v3 linux/amd64", "linux/amd64"},
+		{"linux/amd64/v1", "linux/amd64/v2 linux/amd64", "linux/amd64"},
+		{"linux/amd64/v4", "none linux/386", "linux/386"},
 		{"linux/amd64/v3", "linux/amd64 linux/amd64/v2 linux/amd64/v4", "linux/amd64/v2"},
 		{"linux/amd64", "linux/386", "linux/386"},
 		{"linux/arm64", "linux/arm/v7 linux/arm64/v8", "linux/arm64/v8"},
@@ -49,6 +60,39 @@ func TestChoosePlatform(t *testing.T) {
 				t.Errorf("got %q, want %q", got.Annotations["name"], c.want)
 			}
 		})
+	}
+}
+
+// The level of this CPU is that of the flags that the kernel shows.
+func TestCPULevel(t *testing.T) {
+	if runtime.GOARCH != "amd64" {
+		if cpuLevel() != "" {
+			t.Error(cpuLevel())
+		}
+		return
+	}
+	info, err := os.ReadFile("/proc/cpuinfo")
+	testutil.Must(t, err)
+	_, flags, _ := strings.Cut(string(info), "\nflags")
+	flags, _, _ = strings.Cut(flags, "\n")
+	has := map[string]bool{}
+	for _, flag := range strings.Fields(flags) {
+		has[flag] = true
+	}
+	want := 1
+	for _, names := range []string{
+		"cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3", "avx avx2 bmi1 bmi2 f16c fma abm movbe xsave", "avx512f avx512bw avx512cd avx512dq avx512vl",
+	} {
+		if slices.ContainsFunc(strings.Fields(names), func(flag string) bool { return !has[flag] }) {
+			break
+		}
+		want++
+	}
+	if got := cpuLevel(); got != fmt.Sprint("v", want) {
+		t.Errorf("%s, want v%d", got, want)
+	}
+	if !platforms.Only(DefaultPlatform()).Match(parsePlatform("linux/amd64")) {
+		t.Error("images without a variant are not for this node")
 	}
 }
 

@@ -29,7 +29,8 @@
 //     that the filesystem does not support are dropped as well.
 //   - The names of a file's extended attributes must fit into Linux's list.
 //   - AUFS' own files (.wh..wh.* in the root) are skipped.
-//   - The attributes in a hard link's entry are ignored: its target has them.
+//   - The attributes in a hard link's entry are ignored: its target has them. A hard link
+//     of a directory to itself is ignored.
 //
 // Pack does the same for the EROFS driver and writes two files.
 //

@@ -129,6 +129,8 @@ func (w walk[D]) entry(hdr *tar.Header, content io.Reader) error {
 	hidden, isWhiteout := strings.CutPrefix(base, whiteoutPrefix)
 	isOpaque := base == opaqueWhiteout
 	switch {
+	case name == "" && hdr.Typeflag == tar.TypeLink && safefs.Clean(hdr.Linkname) == "":
+		return nil // kaniko links the root to itself (kaniko#1151)
 	case name == "" && hdr.Typeflag != tar.TypeDir:
 		return refuse("the root is no directory")
 	case isWhiteout && !isOpaque && (hidden == "" || hidden == "." || hidden == ".."):
@@ -220,6 +222,8 @@ func (w walk[D]) hardlink(at place[D], hdr *tar.Header) error {
 		return err
 	case below != "":
 		return w.linkBelow(at, below)
+	case mode == unix.S_IFDIR && to.path() == at.path():
+		return nil // as a link of the root to itself
 	case mode == unix.S_IFDIR:
 		return refuse("a hard link to the directory %q", hdr.Linkname)
 	}
