@@ -86,7 +86,7 @@ func (x *indexer) adopt(index *blobindex.Index, proven layer.Proven, claim *laye
 // containers may have run files that are not those of the image. See suspect for the node.
 func (s *Store) distrust(from layer.Source, claim *layer.Claim, reason error) {
 	if claim.Table != "" {
-		s.distrustTable(from, reason)
+		s.distrustTable(from, claim.Table, reason)
 		return
 	}
 	said := "the index of another node could not be proven"

@@ -335,7 +335,7 @@ func (s *Store) retire(store *layer.Store, from layer.Source) error {
 	}
 	s.log.Warn("layer that cannot be completed is set aside", "layer", name, "error", l.Err())
 	if claim := store.Claimed(name); claim != nil && claim.Table != "" {
-		s.falseTables.add(from.Blob) // distrustTable may come later
+		s.falseTables.add(from.Blob, claim.Table) // distrustTable may come later
 	}
 	return store.Retire(name)
 }

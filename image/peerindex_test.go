@@ -342,9 +342,9 @@ func TestPlanIsDistrusted(t *testing.T) {
 		{"wrong tree", l, lazyDecision{lazily: true, peer: "192.0.2.4:80", claimed: wrong}, true, false},
 		{"table of contents", l, lazyDecision{lazily: true, table: true}, false, true},
 	} {
-		s.distrusted.bans, s.falseTables.blobs = nil, nil
+		s.distrusted.bans, s.falseTables.tables = nil, nil
 		s.distrustPlan(store, &registry.Image{Layers: []registry.Layer{test.layer}}, []lazyDecision{test.d})
-		banned, table := len(s.distrusted.bans) > 0, s.falseTables.has(test.layer.Blob.Digest)
+		banned, table := len(s.distrusted.bans) > 0, s.falseTables.has(test.layer.Blob.Digest, "")
 		if banned != test.banned || table != test.table {
 			t.Errorf("%s: banned %v, false table %v", test.name, banned, table)
 		}

@@ -195,7 +195,7 @@ func mayBeIndexes(err error) bool {
 func (s *Store) distrustPlan(store *layer.Store, img *registry.Image, decided []lazyDecision) {
 	for i, d := range decided {
 		if d.lazily && d.table {
-			s.falseTables.add(img.Layers[i].Blob.Digest)
+			s.falseTables.add(img.Layers[i].Blob.Digest, tableOf(img.Layers[i]))
 		}
 		if d.claimed == "" {
 			continue

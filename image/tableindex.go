@@ -26,11 +26,11 @@ import (
 
 // mayUseTable reports whether a layer can be created from the table of contents of its blob.
 func (s *Store) mayUseTable(l registry.Layer) bool {
-	if s.incomplete.cfg.Policy != LazyAll || !mayHaveIndex(l) || s.falseTables.has(l.Blob.Digest) {
+	if s.incomplete.cfg.Policy != LazyAll || !mayHaveIndex(l) {
 		return false
 	}
-	_, ok := tableRef(l)
-	return ok
+	table := tableOf(l)
+	return table != "" && !s.falseTables.has(l.Blob.Digest, table)
 }
 
 // tableRef returns the reference of a layer's table of contents.
@@ -222,37 +222,44 @@ func (s *Store) findZtocs(ctx context.Context, store *layer.Store, img *registry
 
 // distrustTable acts on a layer whose table of contents is false, or could not be proven. Its
 // containers may have used files that are not those of the image.
-func (s *Store) distrustTable(from layer.Source, reason error) {
+func (s *Store) distrustTable(from layer.Source, table string, reason error) {
 	said := "the table of contents of a layer could not be proven"
 	if errors.Is(reason, lazy.ErrWrongIndex) {
 		said = "the table of contents of a layer does not describe the layer"
 	}
-	s.falseTables.add(from.Blob)
+	s.falseTables.add(from.Blob, table)
 	s.log.Error(said+"; the containers on the layer are killed", "layer", from.DiffID, "blob", from.Blob, "error", reason)
 	s.distrusted.add(from.Name(), fmt.Sprintf("the files of the image may have been wrong: %s: layer %s: %v", said,
 		from.DiffID, reason))
 }
 
-// falseTables are the blobs whose tables of contents are not used until the next start.
+// falseTables are tables of contents that are not used until the next start. Others of the same blob
+// are: anyone can make an image with a layer of another one, and a false table of it.
 type falseTables struct {
-	mu    sync.Mutex // guards blobs
-	blobs map[digest.Digest]bool
+	mu     sync.Mutex // guards tables
+	tables map[blobTable]bool
+}
+
+// blobTable is a table of contents of a blob.
+type blobTable struct {
+	blob  digest.Digest
+	table string // see tableOf
 }
 
 // maxFalseTables limits them. Then no table is used.
 const maxFalseTables = 10_000
 
-func (f *falseTables) has(blob digest.Digest) bool {
+func (f *falseTables) has(blob digest.Digest, table string) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return f.blobs[blob] || len(f.blobs) >= maxFalseTables
+	return f.tables[blobTable{blob, table}] || len(f.tables) >= maxFalseTables
 }
 
-func (f *falseTables) add(blob digest.Digest) {
+func (f *falseTables) add(blob digest.Digest, table string) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if f.blobs == nil {
-		f.blobs = map[digest.Digest]bool{}
+	if f.tables == nil {
+		f.tables = map[blobTable]bool{}
 	}
-	f.blobs[blob] = true
+	f.tables[blobTable{blob, table}] = true
 }

@@ -209,6 +209,32 @@ func TestTableLies(t *testing.T) {
 	}
 }
 
+// A false table of a blob that images share leaves the other tables of the blob in use: anyone can
+// make one.
+func TestFalseTableOfASharedBlob(t *testing.T) {
+	w := newTableWorld(t, "SOCI", LazyAll, toctest.Options{Lie: func(x *estargz.JTOC) { x.Entries[0].Mode = 0o4755 }})
+	release := w.hold()
+	img := pull(t, w.s, w.ref)
+	release()
+	testutil.Eventually(t, "the image is removed", func() bool { _, err := w.s.Get(img.ID); return err != nil })
+	genuine, err := toctest.Soci(w.packed.Tar, toctest.Options{ChunkSize: blobindex.Grid - 1<<10})
+	testutil.Must(t, err)
+	if !bytes.Equal(genuine.Bytes, w.packed.Bytes) {
+		t.Fatal("the blobs differ")
+	}
+	w.reg.PutSOCIImage("genuine", "v1", []registrytest.Layer{w.layer}, [][]byte{genuine.Ztoc})
+	release = w.hold()
+	img = pull(t, w.s, w.reg.Host()+"/genuine:v1")
+	if w.s.Complete(img.Layers) {
+		t.Errorf("the layer was fetched whole: %+v", w.s.LazyStatus(img))
+	}
+	release()
+	testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+	if got := w.kills(); len(got) != 1 {
+		t.Errorf("killed: %q", got)
+	}
+}
+
 // What only SOCI's table says is found to be false, too.
 func TestZtocLies(t *testing.T) {
 	for name, lie := range map[string]func(*toctest.Ztoc){
