@@ -4,12 +4,15 @@ import (
 	"bytes"
 	"compress/gzip"
 	"context"
+	"encoding/binary"
 	"errors"
 	"io"
 	"os"
 	"slices"
+	"strings"
 	"testing"
 
+	"github.com/containerd/stargz-snapshotter/estargz"
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
@@ -152,20 +155,122 @@ func TestSealsOfZtoc(t *testing.T) {
 	}
 }
 
-// Whatever a table of SOCI says, it is refused or gives a consistent index and outline.
-func FuzzZtoc(f *testing.F) {
-	for _, chunk := range []int{0, 60_000} { // the first table is small: it has no window
-		b, err := toctest.Soci(sampleTar(f), toctest.Options{ChunkSize: chunk, LieZtoc: func(z *toctest.Ztoc) { z.Old = true }})
-		testutil.Must(f, err)
-		f.Add(b.Ztoc, int64(len(b.Bytes)))
+// fuzzPoint and fuzzFile are the numbers of a point and of an entry.
+type fuzzPoint struct {
+	In, Out int64
+	Bits    byte
+}
+
+type fuzzFile struct {
+	Type                   byte
+	Offset, Size, Mode     int64
+	UID, GID, Major, Minor int32
+}
+
+// fuzzTypes are the types of entries.
+var fuzzTypes = []string{"reg", "dir", "symlink", "hardlink", "char", "block", "fifo", "chunk", "other"}
+
+// Each point takes 32 KiB of a table, which slows the fuzzer down.
+const maxFuzzPoints, maxFuzzFiles = 3, 12
+
+// unpackNumbers decodes structs of numbers, at most a number of them.
+func unpackNumbers[T any](t testing.TB, b []byte, most int) []T {
+	t.Helper()
+	list := make([]T, min(len(b)/binary.Size(*new(T)), most))
+	testutil.Must(t, binary.Read(bytes.NewReader(b), binary.LittleEndian, list))
+	return list
+}
+
+func packNumbers(t testing.TB, list any) []byte {
+	t.Helper()
+	b, err := binary.Append(nil, binary.LittleEndian, list)
+	testutil.Must(t, err)
+	return b
+}
+
+// fuzzedZtoc are the arguments of FuzzZtoc.
+type fuzzedZtoc struct {
+	version           string
+	kind              byte
+	blobSize, tarSize int64
+	old               bool
+	points, files     []byte // of fuzzPoint and fuzzFile
+	texts             string // lines: name, target and an extended attribute of each file
+	sums              string // lines
+}
+
+// fuzzedOf returns the arguments for a table.
+func fuzzedOf(t testing.TB, z *toctest.Ztoc) fuzzedZtoc {
+	t.Helper()
+	var points []fuzzPoint
+	for _, p := range z.Points {
+		points = append(points, fuzzPoint{p.In, p.Out, p.Bits})
 	}
-	f.Fuzz(func(t *testing.T, text []byte, blobSize int64) {
-		sum := digest.FromBytes(text)
-		ref, ok := toc.OfZtoc(ocispec.Descriptor{Digest: sum, Size: blobSize}, ocispec.Descriptor{Digest: sum, Size: int64(len(text))})
-		if !ok {
-			return
+	var files []fuzzFile
+	var texts []string
+	for _, e := range z.Files[:min(len(z.Files), maxFuzzFiles)] {
+		files = append(files, fuzzFile{byte(slices.Index(fuzzTypes, e.Type)), e.Offset, e.Size, e.Mode, int32(e.UID), int32(e.GID), int32(e.DevMajor), int32(e.DevMinor)})
+		texts = append(texts, e.Name, e.LinkName, "user.a")
+	}
+	return fuzzedZtoc{z.Version, z.Kind, z.BlobSize, z.TarSize, z.Old, packNumbers(t, points), packNumbers(t, files),
+		strings.Join(texts, "\n"), strings.Join(z.Sums, "\n")}
+}
+
+// encode returns the table.
+func (a fuzzedZtoc) encode(t testing.TB) []byte {
+	t.Helper()
+	z := toctest.Ztoc{Version: a.version, Kind: a.kind, BlobSize: a.blobSize, TarSize: a.tarSize, Old: a.old, Sums: strings.Split(a.sums, "\n")}
+	for _, p := range unpackNumbers[fuzzPoint](t, a.points, maxFuzzPoints) {
+		z.Points = append(z.Points, toctest.ZtocPoint{In: p.In, Out: p.Out, Bits: p.Bits})
+	}
+	texts := strings.Split(a.texts, "\n")
+	text := func() (first string) {
+		if len(texts) > 0 {
+			first, texts = texts[0], texts[1:]
 		}
-		table, err := toc.Read(t.Context(), ref, toc.From{Ztoc: func(context.Context) ([]byte, error) { return text, nil }})
+		return first
+	}
+	for _, n := range unpackNumbers[fuzzFile](t, a.files, maxFuzzFiles) {
+		e := &estargz.TOCEntry{Type: fuzzTypes[int(n.Type)%len(fuzzTypes)], Offset: n.Offset, Size: n.Size, Mode: n.Mode, UID: int(n.UID), GID: int(n.GID),
+			DevMajor: int(n.Major), DevMinor: int(n.Minor), Name: text(), LinkName: text(), ModTime3339: "2024-01-02T03:04:05.6Z"}
+		e.Xattrs = map[string][]byte{text(): []byte("value")}
+		z.Files = append(z.Files, e)
+	}
+	return z.Encode()
+}
+
+// readFuzzed reads a table of a blob.
+func readFuzzed(t testing.TB, text []byte, blobSize int64) (*toc.Table, digest.Digest, error) {
+	t.Helper()
+	sum := digest.FromBytes(text)
+	ref, ok := toc.OfZtoc(ocispec.Descriptor{Digest: sum, Size: blobSize}, ocispec.Descriptor{Digest: sum, Size: int64(len(text))})
+	if !ok {
+		return nil, sum, toc.ErrMalformed
+	}
+	table, err := toc.Read(t.Context(), ref, toc.From{Ztoc: func(context.Context) ([]byte, error) { return text, nil }})
+	return table, sum, err
+}
+
+// Whatever a table of SOCI says, it is refused or gives a consistent index and outline. The fuzzer
+// changes the fields of a table, because most changes of its bytes only break the flatbuffer. at and
+// flip change a byte of it.
+func FuzzZtoc(f *testing.F) {
+	for _, chunk := range []int{0, 60_000} {
+		for _, old := range []bool{false, true} {
+			var seed fuzzedZtoc
+			_, err := toctest.Soci(sampleTar(f), toctest.Options{ChunkSize: chunk, LieZtoc: func(z *toctest.Ztoc) { z.Old = old; seed = fuzzedOf(f, z) }})
+			testutil.Must(f, err)
+			table, _, err := readFuzzed(f, seed.encode(f), seed.blobSize)
+			testutil.Must(f, err) // a seed reaches everything
+			_, err = io.Copy(io.Discard, table.Outline())
+			testutil.Must(f, err)
+			f.Add(seed.version, seed.kind, seed.blobSize, seed.tarSize, seed.old, seed.points, seed.files, seed.texts, seed.sums, uint(0), byte(0))
+		}
+	}
+	f.Fuzz(func(t *testing.T, version string, kind byte, blobSize, tarSize int64, old bool, points, files []byte, texts, sums string, at uint, flip byte) {
+		text := fuzzedZtoc{version, kind, blobSize, tarSize, old, points, files, texts, sums}.encode(t)
+		text[at%uint(len(text))] ^= flip
+		table, sum, err := readFuzzed(t, text, blobSize)
 		checkFuzzed(t, table, err, sum)
 	})
 }

@@ -184,7 +184,11 @@ func (w *flatWriter) table(fields ...any) int {
 	w.b = append(w.b, make([]byte, 4+2*len(fields))...)
 	at := len(w.b)
 	w.b = binary.LittleEndian.AppendUint32(w.b, uint32(at-shape)) //nolint:gosec // small
-	later := map[int]func() int{}
+	type reference struct {
+		place int
+		write func() int
+	}
+	var later []reference
 	for i, field := range fields {
 		binary.LittleEndian.PutUint16(w.b[shape+4+2*i:], uint16(len(w.b)-at)) //nolint:gosec // small
 		switch v := field.(type) {
@@ -195,15 +199,15 @@ func (w *flatWriter) table(fields ...any) int {
 		case int64:
 			w.b = binary.LittleEndian.AppendUint64(w.b, uint64(v)) //nolint:gosec // as it is
 		case func() int:
-			later[len(w.b)] = v
+			later = append(later, reference{len(w.b), v})
 			w.b = append(w.b, 0, 0, 0, 0)
 		}
 	}
 	binary.LittleEndian.PutUint16(w.b[shape:], uint16(4+2*len(fields))) //nolint:gosec // small
 	binary.LittleEndian.PutUint16(w.b[shape+2:], uint16(len(w.b)-at))   //nolint:gosec // small
-	for place, write := range later {
-		to := write()                                                // it moves w.b
-		binary.LittleEndian.PutUint32(w.b[place:], uint32(to-place)) //nolint:gosec // it follows
+	for _, r := range later {
+		to := r.write()                                                  // it moves w.b
+		binary.LittleEndian.PutUint32(w.b[r.place:], uint32(to-r.place)) //nolint:gosec // it follows
 	}
 	return at
 }
