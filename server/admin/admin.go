@@ -207,8 +207,10 @@ func load(images Store, stream grpc.ServerStream) error {
 		return err
 	}
 	var skipped []string
-	added, err := images.Load(stream.Context(), NewReader(stream), image.LoadOptions{Name: req.Name, Pin: req.Pin,
-		Skipped: func(entry archive.Skipped) { skipped = append(skipped, fmt.Sprintf("%s: %v", entry.Name, entry.Reason)) }})
+	opts := image.LoadOptions{Name: req.Name, Pin: req.Pin, Skipped: func(entry archive.Skipped) {
+		skipped = append(skipped, fmt.Sprintf("%s: %v", entry.Name, entry.Reason))
+	}}
+	added, err := images.Load(stream.Context(), NewReader(stream), opts)
 	stream.SetTrailer(metadata.MD{SkippedTrailer: skipped[:min(len(skipped), MaxSkipped)]})
 	if err != nil {
 		return err

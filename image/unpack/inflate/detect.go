@@ -50,7 +50,7 @@ func Detect(head []byte) (index.Compression, error) {
 		return index.Gzip, nil
 	case begins(head, zstdMagic), len(head) > 0 && head[0]&0xf0 == 0x50 && begins(head[1:], skippableMagic):
 		return index.Zstd, nil
-	case len(head) == HeadSize && begins(head, bzip2Magic) && (begins(head[4:], bzip2Block) || begins(head[4:], bzip2Empty)):
+	case isBzip2(head):
 		return index.None, &UnsupportedError{"bzip2"}
 	}
 	for _, u := range unsupported {
@@ -59,6 +59,11 @@ func Detect(head []byte) (index.Compression, error) {
 		}
 	}
 	return index.None, nil
+}
+
+func isBzip2(head []byte) bool {
+	return len(head) == HeadSize && begins(head, bzip2Magic) &&
+		(begins(head[4:], bzip2Block) || begins(head[4:], bzip2Empty))
 }
 
 func begins(head []byte, magic string) bool { return bytes.HasPrefix(head, []byte(magic)) }
