@@ -233,8 +233,8 @@ func (s *Store) distrustTable(from layer.Source, table string, reason error) {
 		from.DiffID, reason))
 }
 
-// falseTables are tables of contents that are not used until the next start. Others of the same blob
-// are: anyone can make an image with a layer of another one, and a false table of it.
+// falseTables are tables of contents that are not used until the next start. Others of the same
+// blob are: anyone can make an image with a layer of another one, and a false table of it.
 type falseTables struct {
 	mu     sync.Mutex // guards tables
 	tables map[blobTable]bool

@@ -37,6 +37,6 @@
 // # Errors
 //
 // Errors with a known cause are an *Error with a code: InvalidArgument for a tar that is no valid
-// layer, FailedPrecondition if it exceeds its Limits, ResourceExhausted if the disk is full, DataLoss
-// for a blob that cannot be decompressed. Errors of the reader are passed on.
+// layer, FailedPrecondition if it exceeds its Limits, ResourceExhausted if the disk is full,
+// DataLoss for a blob that cannot be decompressed. Errors of the reader are passed on.
 package unpack

@@ -17,8 +17,8 @@ import (
 // berth-unpack, as errdefs would bring protobuf.
 type Code uint32
 
-// Codes that errors of this package have. A layer that exceeds its limits is FailedPrecondition, and
-// not ResourceExhausted: the same call cannot succeed later.
+// Codes that errors of this package have. A layer that exceeds its limits is FailedPrecondition,
+// and not ResourceExhausted: the same call cannot succeed later.
 const (
 	OK                 Code = 0
 	Canceled           Code = 1
@@ -70,9 +70,9 @@ func exceeds(format string, args ...any) error {
 	return &Error{FailedPrecondition, fmt.Errorf(format, args...)}
 }
 
-// CodeOf returns the code of an *Error, DataLoss for an *inflate.CorruptError, FailedPrecondition for
-// an *inflate.UnsupportedError, the codes for errors
-// of the filesystem and of contexts, else Unknown.
+// CodeOf returns the code of an *Error, DataLoss for an *inflate.CorruptError, FailedPrecondition
+// for an *inflate.UnsupportedError, the codes for errors of the filesystem and of contexts, else
+// Unknown.
 func CodeOf(err error) Code {
 	var e *Error
 	var corrupt *inflate.CorruptError

@@ -170,8 +170,8 @@ const MaxTold = 4 << 20
 // PerName is added to the length of each name.
 const PerName = 16
 
-// Check returns an error if c has too many names (FailedPrecondition), or a name that is too long or
-// not clean (InvalidArgument).
+// Check returns an error if c has too many names (FailedPrecondition), or a name that is too long
+// or not clean (InvalidArgument).
 func (c *Contents) Check() error {
 	told := 0
 	check := func(name Name) error {

@@ -51,8 +51,8 @@ type LoadRequest struct {
 	Pin  bool   `json:"pin,omitempty"`
 }
 
-// SkippedTrailer is the key of Load's trailer: a text for each entry of the archive that is no image
-// of the node, at most MaxSkipped. An older daemon sends none.
+// SkippedTrailer is the key of Load's trailer: a text for each entry of the archive that is no
+// image of the node, at most MaxSkipped. An older daemon sends none.
 const (
 	SkippedTrailer = "berth-skipped-bin"
 	MaxSkipped     = 100

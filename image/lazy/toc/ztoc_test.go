@@ -252,8 +252,8 @@ func readFuzzed(t testing.TB, text []byte, blobSize int64) (*toc.Table, digest.D
 }
 
 // Whatever a table of SOCI says, it is refused or gives a consistent index and outline. The fuzzer
-// changes the fields of a table, because most changes of its bytes only break the flatbuffer. at and
-// flip change a byte of it.
+// changes the fields of a table, because most changes of its bytes only break the flatbuffer. at
+// and flip change a byte of it.
 func FuzzZtoc(f *testing.F) {
 	for _, chunk := range []int{0, 60_000} {
 		for _, old := range []bool{false, true} {
