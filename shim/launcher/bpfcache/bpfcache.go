@@ -18,12 +18,12 @@
 package bpfcache
 
 import (
+	"crypto/sha256"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
 
-	"github.com/cespare/xxhash/v2"
 	"github.com/opencontainers/runc/libcontainer"
 	"github.com/opencontainers/runc/libcontainer/configs"
 	"golang.org/x/sys/unix"
@@ -148,11 +148,14 @@ func Receive() error {
 	return nil
 }
 
-// profileKey returns the key of a profile's recording. If two profiles have the same key, the
-// recording matches only one of them.
-func profileKey(p *configs.Seccomp) uint64 {
-	h := xxhash.New()
-	number := func(n uint64) { _, _ = h.Write(binary.NativeEndian.AppendUint64(nil, n)) } // it never fails
+// key identifies a profile. It is a cryptographic hash: nobody can write a profile whose key is that
+// of another one.
+type key [sha256.Size]byte
+
+// profileKey returns the key of a profile's recording.
+func profileKey(p *configs.Seccomp) (k key) {
+	var b []byte
+	number := func(n uint64) { b = binary.NativeEndian.AppendUint64(b, n) }
 	optional := func(n *uint) {
 		if n == nil {
 			number(0)
@@ -161,7 +164,7 @@ func profileKey(p *configs.Seccomp) uint64 {
 		number(1)
 		number(uint64(*n))
 	}
-	text := func(s string) { number(uint64(len(s))); _, _ = h.WriteString(s) }
+	text := func(s string) { number(uint64(len(s))); b = append(b, s...) }
 
 	number(uint64(p.DefaultAction))
 	optional(p.DefaultErrnoRet)
@@ -169,13 +172,16 @@ func profileKey(p *configs.Seccomp) uint64 {
 	for _, a := range p.Architectures {
 		text(a)
 	}
+	number(uint64(len(p.Flags)))
 	for _, f := range p.Flags {
 		text(string(f))
 	}
+	number(uint64(len(p.Syscalls)))
 	for _, call := range p.Syscalls {
 		text(call.Name)
 		number(uint64(call.Action))
 		optional(call.ErrnoRet)
+		number(uint64(len(call.Args)))
 		for _, arg := range call.Args {
 			number(uint64(arg.Index))
 			number(arg.Value)
@@ -183,5 +189,5 @@ func profileKey(p *configs.Seccomp) uint64 {
 			number(uint64(arg.Op))
 		}
 	}
-	return h.Sum64()
+	return sha256.Sum256(b)
 }

@@ -21,30 +21,30 @@ func NewTable(f *os.File) *Table { return &Table{f} }
 // writes the end last.
 //
 //	0  end of the last entry (uint64), 0 if there is none
-//	8  entries: key (uint64), length of the recording (uint64), recording
+//	8  entries: key, length of the recording (uint64), recording
 const (
 	tableHead = 8
-	entryHead = 16
+	entryHead = len(key{}) + 8
 	maxTable  = 1 << 20 // about 60 profiles like RuntimeDefault
 )
 
 // find returns the recording with the key, or nil if the table lacks it or is damaged.
-func (t *Table) find(key uint64) ([]byte, error) {
+func (t *Table) find(k key) ([]byte, error) {
 	end, err := t.end()
 	if err != nil {
 		return nil, err
 	}
-	for at := int64(tableHead); at+entryHead <= end; {
+	for at := int64(tableHead); at+int64(entryHead) <= end; {
 		var head [entryHead]byte
 		if err := t.read(head[:], at); err != nil {
 			return nil, err
 		}
-		size := binary.NativeEndian.Uint64(head[8:])
-		at += entryHead
+		size := binary.NativeEndian.Uint64(head[len(k):])
+		at += int64(entryHead)
 		if size == 0 || size > uint64(end-at) {
 			break // another launcher has emptied the table
 		}
-		if binary.NativeEndian.Uint64(head[:]) == key {
+		if key(head[:len(k)]) == k {
 			return t.readRecording(at, size)
 		}
 		at += int64(size)
@@ -84,7 +84,7 @@ func (t *Table) read(b []byte, at int64) error {
 }
 
 // add adds a recording unless another launcher is writing. It empties a full table first.
-func (t *Table) add(key uint64, recording []byte) (err error) {
+func (t *Table) add(k key, recording []byte) (err error) {
 	if len(recording) > maxTable/4 {
 		return nil
 	}
@@ -96,20 +96,20 @@ func (t *Table) add(key uint64, recording []byte) (err error) {
 		_, unlockErr := t.lock(unix.F_UNLCK)
 		err = errors.Join(err, unlockErr)
 	}()
-	if found, err := t.find(key); err != nil || found != nil { // added by another launcher
+	if found, err := t.find(k); err != nil || found != nil { // added by another launcher
 		return err
 	}
 	end, err := t.end()
 	if err != nil {
 		return err
 	}
-	if end+entryHead+int64(len(recording)) > maxTable {
+	if end+int64(entryHead+len(recording)) > maxTable {
 		end = tableHead
 		if err := t.write(binary.NativeEndian.AppendUint64(nil, uint64(end)), 0); err != nil {
 			return err
 		}
 	}
-	entry := binary.NativeEndian.AppendUint64(make([]byte, 0, entryHead+len(recording)), key)
+	entry := append(make([]byte, 0, entryHead+len(recording)), k[:]...)
 	entry = append(binary.NativeEndian.AppendUint64(entry, uint64(len(recording))), recording...)
 	if err := t.write(entry, end); err != nil {
 		return err

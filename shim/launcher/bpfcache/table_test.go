@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"github.com/cespare/xxhash/v2"
+	"github.com/opencontainers/runc/libcontainer/configs"
+	"github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 )
 
@@ -27,16 +29,16 @@ func sample(instructions int) []byte {
 	return (&Recording{calls: []byte{kindInit, callSize - 1: 0}, program: bytes.Repeat([]byte("instruct"), instructions)}).encode()
 }
 
-func mustFind(t *testing.T, table *Table, key uint64, want []byte) {
+func mustFind(t *testing.T, table *Table, n byte, want []byte) {
 	t.Helper()
-	if got, err := table.find(key); err != nil || !bytes.Equal(got, want) {
-		t.Errorf("recording %d has %d bytes, want %d, %v", key, len(got), len(want), err)
+	if got, err := table.find(key{n}); err != nil || !bytes.Equal(got, want) {
+		t.Errorf("recording %d has %d bytes, want %d, %v", n, len(got), len(want), err)
 	}
 }
 
-func mustAdd(t *testing.T, table *Table, key uint64, recording []byte) {
+func mustAdd(t *testing.T, table *Table, n byte, recording []byte) {
 	t.Helper()
-	if err := table.add(key, recording); err != nil {
+	if err := table.add(key{n}, recording); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -52,12 +54,42 @@ func TestTable(t *testing.T) {
 	mustFind(t, table, 3, nil)
 }
 
+// Profiles that differ anywhere have different keys, also where one list's end is the next one's
+// beginning.
+func TestProfilesHaveTheirOwnKeys(t *testing.T) {
+	one, zero := uint(1), uint(0)
+	call := func(name string, args ...*configs.Arg) *configs.Syscall {
+		return &configs.Syscall{Name: name, Action: configs.Errno, Args: args}
+	}
+	arg := &configs.Arg{Index: 1, Value: 2, ValueTwo: 3, Op: configs.EqualTo}
+	profiles := []configs.Seccomp{
+		{},
+		{DefaultAction: configs.Allow},
+		{DefaultErrnoRet: &zero}, {DefaultErrnoRet: &one},
+		{Architectures: []string{"a"}}, {Architectures: []string{"a", "b"}}, {Architectures: []string{"ab"}},
+		{Flags: []specs.LinuxSeccompFlag{"a"}}, {Flags: []specs.LinuxSeccompFlag{"a", "b"}},
+		{Syscalls: []*configs.Syscall{call("a")}}, {Syscalls: []*configs.Syscall{call("a"), call("a")}},
+		{Syscalls: []*configs.Syscall{call("b")}},
+		{Syscalls: []*configs.Syscall{{Name: "a", Action: configs.Errno, ErrnoRet: &one}}},
+		{Syscalls: []*configs.Syscall{{Name: "a", Action: configs.Kill}}},
+		{Syscalls: []*configs.Syscall{call("a", arg)}}, {Syscalls: []*configs.Syscall{call("a", arg, arg)}},
+	}
+	seen := map[key]int{}
+	for i := range profiles {
+		k := profileKey(&profiles[i])
+		if other, has := seen[k]; has {
+			t.Errorf("profiles %d and %d have the same key", other, i)
+		}
+		seen[k] = i
+	}
+}
+
 func TestFullTableIsEmptied(t *testing.T) {
 	table := newTable(t)
 	big := sample(maxInstructions)
-	n := uint64(maxTable / len(big))
-	for key := range n + 1 {
-		mustAdd(t, table, key+1, big)
+	n := byte(maxTable / len(big))
+	for i := range n + 1 {
+		mustAdd(t, table, i+1, big)
 	}
 	mustFind(t, table, n+1, big)
 	mustFind(t, table, 1, nil)
@@ -108,9 +140,9 @@ func TestDamagedTable(t *testing.T) {
 			if _, err := table.f.WriteAt(bad, 0); err != nil {
 				t.Fatal(err)
 			}
-			for key, want := range map[uint64][]byte{1: sample(1), 2: sample(2)} {
-				if got, err := table.find(key); err != nil || got != nil && !bytes.Equal(got, want) {
-					t.Errorf("byte %d ^ %#x: recording %d = %x, %v", i, flip, key, got, err)
+			for k, want := range map[key][]byte{{1}: sample(1), {2}: sample(2)} {
+				if got, err := table.find(k); err != nil || got != nil && !bytes.Equal(got, want) {
+					t.Errorf("byte %d ^ %#x: recording %d = %x, %v", i, flip, k[0], got, err)
 				}
 			}
 		}
