@@ -448,7 +448,11 @@ func TestStopSignals(t *testing.T) {
 	trap := func(signal string) string {
 		return "trap 'echo got " + signal + "; exit 5' " + signal + "; echo ready; while :; do sleep 0.05; done"
 	}
-	fromImage, _ := harness.Push(t, harness.Registry, "stopsignal:latest", harness.BuildImage(t, v1.Config{StopSignal: "SIGUSR1"}))
+	naming := func(tag, signal string) []harness.ContainerOption {
+		name, _ := harness.Push(t, harness.Registry, "stopsignal:"+tag, harness.BuildImage(t, v1.Config{StopSignal: signal}))
+		return []harness.ContainerOption{harness.Image(name)}
+	}
+	fromImage := naming("latest", "SIGUSR1")
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	for _, c := range []struct {
@@ -458,9 +462,13 @@ func TestStopSignals(t *testing.T) {
 		short  string
 	}{
 		{"default", nil, runtimeapi.Signal_SIGNAL_SIGTERM, "TERM"},
-		{"image", []harness.ContainerOption{harness.Image(fromImage)}, runtimeapi.Signal_SIGNAL_SIGUSR1, "USR1"},
-		{"config", []harness.ContainerOption{harness.Image(fromImage), func(c *runtimeapi.ContainerConfig) { c.StopSignal = runtimeapi.Signal_SIGNAL_SIGINT }},
+		{"image", fromImage, runtimeapi.Signal_SIGNAL_SIGUSR1, "USR1"},
+		{"config", append(fromImage, func(c *runtimeapi.ContainerConfig) { c.StopSignal = runtimeapi.Signal_SIGNAL_SIGINT }),
 			runtimeapi.Signal_SIGNAL_SIGINT, "INT"},
+		{"lower case", naming("lower", "usr2"), runtimeapi.Signal_SIGNAL_SIGUSR2, "USR2"},
+		{"unknown name", naming("foo", "SIGFOO"), runtimeapi.Signal_SIGNAL_SIGTERM, "TERM"},
+		{"zero", naming("zero", "0"), runtimeapi.Signal_SIGNAL_SIGTERM, "TERM"},
+		{"too large", naming("large", "65"), runtimeapi.Signal_SIGNAL_SIGTERM, "TERM"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			ctr := pod.Run(t, append(c.opts, harness.Script(trap(c.short)))...)
@@ -473,6 +481,11 @@ func TestStopSignals(t *testing.T) {
 			harness.WantText(t, "output", ctr.Output(t), "got "+c.short)
 		})
 	}
+	log, err := os.ReadFile(d.LogFile())
+	harness.Must(t, err)
+	harness.WantText(t, "log", string(log), "stop signal does not exist", "signal=SIGFOO", "signal=65")
+	_, err = pod.TryCreate(t, func(c *runtimeapi.ContainerConfig) { c.StopSignal = 999 })
+	harness.WantCode(t, err, codes.InvalidArgument, "stop_signal")
 }
 
 // A container that ignores its stop signal is killed after the grace period, with all its

@@ -49,7 +49,7 @@ func checkRequest(in ContainerInput) error {
 }
 
 func setProcess(in ContainerInput, spec *specs.Spec) error {
-	if _, err := stopSignal(in.Config.GetStopSignal(), in.Image.StopSignal); err != nil {
+	if err := CheckStopSignal(in.Config.GetStopSignal()); err != nil {
 		return err
 	}
 	args, err := processArgs(in.Config, in.Image)

@@ -1,7 +1,6 @@
 package oci
 
 import (
-	"fmt"
 	"strconv"
 	"strings"
 	"syscall"
@@ -19,31 +18,24 @@ const (
 )
 
 // StopSignal returns the signal that stops a container: the CRI config's, the image's, or SIGTERM
-// (KEP-4960). Invalid signals are ignored, because ContainerSpec has refused them.
+// (KEP-4960). A value of the config must have passed CheckStopSignal.
 func StopSignal(asked runtimeapi.Signal, image string) syscall.Signal {
-	sig, err := stopSignal(asked, image)
-	if err != nil {
-		return unix.SIGTERM
+	if sig, ok := signalNumbers[asked]; ok {
+		return sig
 	}
-	return sig
+	if sig, err := ParseSignal(image); err == nil {
+		return sig
+	}
+	return unix.SIGTERM
 }
 
-func stopSignal(asked runtimeapi.Signal, image string) (syscall.Signal, error) {
-	if asked != runtimeapi.Signal_SIGNAL_RUNTIME_DEFAULT {
-		sig, ok := signalNumbers[asked]
-		if !ok {
-			return 0, errdefs.InvalidArgument("stop_signal: unknown value %d", asked)
-		}
-		return sig, nil
+// CheckStopSignal refuses a value of the config that is no signal. Images are not checked: their
+// author is often not the one who runs them.
+func CheckStopSignal(asked runtimeapi.Signal) error {
+	if _, ok := signalNumbers[asked]; !ok && asked != runtimeapi.Signal_SIGNAL_RUNTIME_DEFAULT {
+		return errdefs.InvalidArgument("stop_signal: unknown value %d", asked)
 	}
-	if image == "" {
-		return unix.SIGTERM, nil
-	}
-	sig, err := ParseSignal(image)
-	if err != nil {
-		return 0, fmt.Errorf("stop signal of the image: %w", err)
-	}
-	return sig, nil
+	return nil
 }
 
 // signalAliases are names that package unix lacks.

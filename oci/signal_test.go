@@ -51,7 +51,9 @@ func TestStopSignal(t *testing.T) {
 			}
 		})
 	}
-	refused(t, func(in *ContainerInput) { in.Image.StopSignal = "SIGFOO" }, codes.InvalidArgument, "image", "SIGFOO")
+	in := testInput()
+	in.Image.StopSignal = "SIGFOO"
+	mustSpec(t, in) // an image's unusable signal fails no container
 	refused(t, func(in *ContainerInput) { in.Config.StopSignal = 999 }, codes.InvalidArgument, "stop_signal", "999")
 }
 
@@ -72,8 +74,8 @@ func TestCRISignals(t *testing.T) {
 		if other, ok := same[s]; ok {
 			want = other
 		}
-		sig, err := stopSignal(s, "")
-		if err != nil || CRISignal(sig) != want {
+		sig := StopSignal(s, "")
+		if err := CheckStopSignal(s); err != nil || CRISignal(sig) != want {
 			t.Errorf("%s: number %d, %v, converts back to %s", s, sig, err, CRISignal(sig))
 		}
 	}

@@ -153,6 +153,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, plan containerPlan)
 		return nil, err
 	}
 	undo.Add("release quota project", func() error { m.quotas.Release(spec.Project); return nil })
+	m.warnOfStopSignal(p, spec)
 	c := newContainer(spec, state.NewContainerStatus(state.ContainerCreating))
 	status := c.status.Unshared()
 	status.RunID, status.Resources = m.run.ID, config.GetLinux().GetResources()
@@ -163,6 +164,20 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, plan containerPlan)
 	}
 	undo.Release()
 	return c, nil
+}
+
+// warnOfStopSignal logs that the image names a stop signal that does not exist. The container gets
+// SIGTERM, as without a signal.
+func (m *Manager) warnOfStopSignal(p *pod, c *state.ContainerSpec) {
+	named := c.Image.Config.StopSignal
+	if named == "" || c.Config.GetStopSignal() != runtimeapi.Signal_SIGNAL_RUNTIME_DEFAULT {
+		return
+	}
+	if _, err := oci.ParseSignal(named); err != nil {
+		m.log.Warn("the image's stop signal does not exist; the container is stopped with SIGTERM",
+			append(nameAttrs(p.Config.GetMetadata()), "containerName", errdefs.Clip(c.Config.GetMetadata().GetName()),
+				"pod", p.ID, "container", c.ID, "image", errdefs.Clip(writtenName(c.Config)), "signal", errdefs.Clip(named))...)
+	}
 }
 
 // imageOf finds the image of a config, by the ID that PullImage returned or by any other reference.
