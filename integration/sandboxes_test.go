@@ -373,8 +373,14 @@ func wantInterfaceSysctls(t *testing.T, pod *harness.Pod) {
 func TestInterfaceSysctlsWithSlowPlugin(t *testing.T) {
 	plugin := newFakePlugin(t, "slow", `sleep 1
 nsenter --net="$CNI_NETNS" ip link add eth0 type bridge >&2 || exit 1
+nsenter --net="$CNI_NETNS" ip link add eth0.1 type bridge >&2 || exit 1
 nsenter --net="$CNI_NETNS" sh -c "echo 8 >/proc/sys/net/ipv4/conf/eth0/arp_ignore" || exit 1
 `+fakeResult)
+	dotted := func(c *runtimeapi.PodSandboxConfig) { // both notations of a name with a dot
+		harness.Sysctl("net/ipv4/conf/eth0.1/arp_ignore", "1\n")(c)
+		harness.Sysctl("net.ipv4.conf.eth0/1.arp_announce", "2")(c)
+		harness.Sysctl("net.ipv4.ip_local_reserved_ports", "")(c)
+	}
 	d := harness.StartDaemon(t, withBinDir(plugin.dir), harness.WithHandler("crun", harness.Crun(t)),
 		harness.WithNetwork(`{"cniVersion": "1.0.0", "name": "slow", "plugins": [{"type": "slow"}]}`))
 	tests := []struct {
@@ -389,6 +395,10 @@ nsenter --net="$CNI_NETNS" sh -c "echo 8 >/proc/sys/net/ipv4/conf/eth0/arp_ignor
 		t.Run(test.name, func(t *testing.T) {
 			pod := runPodWith(t, d, test.handler, append(test.options, interfaceSysctls)...)
 			wantInterfaceSysctls(t, pod)
+			pod.Remove(t)
+			pod = runPodWith(t, d, test.handler, append(test.options, dotted)...)
+			harness.Equal(t, "values of eth0.1", pod.Run(t).Exec(t, "cat", "/proc/sys/net/ipv4/conf/eth0.1/arp_ignore",
+				"/proc/sys/net/ipv4/conf/eth0.1/arp_announce"), "1\n2")
 			pod.Remove(t)
 		})
 	}

@@ -2,6 +2,7 @@ package oci
 
 import (
 	"maps"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -112,13 +113,22 @@ func TestSysctls(t *testing.T) {
 	in.Pod.Config.Linux.Sysctls = map[string]string{
 		"net.ipv4.ip_local_port_range": "1024\t65535", "net/core/somaxconn": "4096",
 		"kernel.shmmax": "68719476736", "kernel.shm_rmid_forced": "1", "kernel.sem": "250 32000 32 128", "fs.mqueue.msg_max": "10",
-		"kernel.domainname": "example.org",
+		"kernel.domainname":                        "example.org",
+		"net/ipv4/conf/eth0.1/rp_filter":           "1",
+		"net.ipv4.conf.eth0/2.rp_filter":           "2",
+		"net.ipv4.ip_local_reserved_ports":         "",
+		"net/ipv4/tcp_keepalive_time":              "600\n",
+		"net.ipv4.conf.a/b/c.d/e.accept_redirects": "0",
 	}
 	spec, err := SandboxSpec(in)
 	testutil.Must(t, err)
 	want := maps.Clone(in.Pod.Config.Linux.Sysctls)
 	delete(want, "net/core/somaxconn")
 	want["net.core.somaxconn"] = "4096"
+	delete(want, "net/ipv4/conf/eth0.1/rp_filter")
+	want["net.ipv4.conf.eth0/1.rp_filter"] = "1"
+	delete(want, "net/ipv4/tcp_keepalive_time")
+	want["net.ipv4.tcp_keepalive_time"] = "600\n"
 	for key, value := range defaultSysctls(testPod()) {
 		want[key] = value
 	}
@@ -170,11 +180,19 @@ func TestSysctlsRefused(t *testing.T) {
 		{nil, "../net/x", "1"},
 		{nil, "net.core.x\n", "1"},
 		{nil, "net.core.X", "1"},
-		{nil, "net/ipv4/conf/eth0.100/forwarding", "1"},
+		{nil, "net/ipv4/conf/../../kernel/core_pattern", "1"},
+		{nil, "net.ipv4./.x", "1"},
+		{nil, "net.ipv4.conf.//.//.kernel.core_pattern", "1"},
+		{nil, "kernel.shm/max", "1"},
+		{nil, "kernel/shm.max", "1"},
+		{nil, "fs.mqueue.a/b", "1"},
+		{hostNet, "net/ipv4/conf/eth0.1/rp_filter", "1"},
+		{hostNet, "net.ipv4.conf.eth0/1.rp_filter", "1"},
 		{nil, "net." + strings.Repeat("a", 250), "1"},
 		{nil, "kernel.shm_rmid_forced", "1+kernel.core_pattern=|/evil"}, // CVE-2022-0811
 		{nil, "net.core.somaxconn", "1\nx"},
-		{nil, "net.core.somaxconn", ""},
+		{nil, "net.core.somaxconn", "1\n\n"},
+		{nil, "net.core.somaxconn", "\n1"},
 		{nil, "net.core.somaxconn", "1\x00"},
 		{nil, "net.core.somaxconn", "é"},
 	} {
@@ -186,12 +204,17 @@ func TestSysctlsRefused(t *testing.T) {
 	sandboxRefused(t, func(in *SandboxInput) {
 		in.Pod.Config.Linux.Sysctls = map[string]string{"net.core.somaxconn": "1", "net/core/somaxconn": "2"}
 	}, codes.InvalidArgument, "twice")
+	sandboxRefused(t, func(in *SandboxInput) {
+		in.Pod.Config.Linux.Sysctls = map[string]string{"net/ipv4/conf/a.b/x": "1", "net.ipv4.conf.a/b.x": "2"}
+	}, codes.InvalidArgument, "twice")
 }
 
 func FuzzSysctls(f *testing.F) {
 	f.Add("net.core.somaxconn", "1")
 	f.Add("kernel/shm_rmid_forced", "1+x")
 	f.Add("fs.mqueue./..", "\t ")
+	f.Add("net/ipv4/conf/eth0.1/x", "1\n")
+	f.Add("net.ipv4.conf.eth0/1.x", "")
 	f.Fuzz(func(t *testing.T, key, value string) {
 		pod := testPod()
 		pod.Config.Linux.Sysctls = map[string]string{key: value}
@@ -203,8 +226,13 @@ func FuzzSysctls(f *testing.F) {
 			return
 		}
 		for k, v := range got {
-			if strings.ContainsAny(k, "/+\n \x00") || strings.Contains(k, "..") || strings.ContainsAny(v, "+\n\x00") {
+			path := strings.NewReplacer(".", "/", "/", ".").Replace(k)
+			v = strings.TrimSuffix(v, "\n")
+			if strings.ContainsAny(k, "+\n \x00") || filepath.Clean(path) != path || strings.ContainsAny(v, "+\n\x00") {
 				t.Errorf("%q = %q", k, v)
+			}
+			if strings.Contains(k, "/") && !strings.HasPrefix(k, "net.") {
+				t.Errorf("%q has a dot inside a component", k)
 			}
 			if !strings.HasPrefix(k, "net.") && !strings.HasPrefix(k, "fs.mqueue.") && !ipcSysctls[k] && k != "kernel.domainname" {
 				t.Errorf("%q is not namespaced", k)

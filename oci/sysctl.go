@@ -20,9 +20,10 @@ var ipcSysctls = map[string]bool{
 	"kernel.shmall": true, "kernel.shmmax": true, "kernel.shmmni": true, "kernel.shm_rmid_forced": true,
 }
 
-// Sysctl checks a sysctl and returns its name with dots as separators. It allows only sysctls of
-// namespaces that the pod does not share with the node. It refuses unusual characters in values: in
-// CRI-O a "+" separated several settings (CVE-2022-0811). Errors are InvalidArgument.
+// Sysctl checks a sysctl and returns its name with dots as separators, as sysctl(8) writes it; a
+// slash in it is a dot of an interface's name. It allows only sysctls of namespaces that the pod
+// does not share with the node. It refuses unusual characters in values: in CRI-O a "+" separated
+// several settings (CVE-2022-0811). Errors are InvalidArgument.
 func Sysctl(pod Pod, name, value string) (string, error) {
 	key, err := dottedSysctl(name)
 	if err != nil {
@@ -31,8 +32,8 @@ func Sysctl(pod Pod, name, value string) (string, error) {
 	if err := checkSysctlNamespace(key, pod); err != nil {
 		return "", err
 	}
-	if value == "" || strings.ContainsFunc(value, isOddInSysctl) {
-		return "", errdefs.InvalidArgument("sysctl %s: value %q is empty or has invalid characters", name, value)
+	if strings.ContainsFunc(strings.TrimSuffix(value, "\n"), isOddInSysctl) {
+		return "", errdefs.InvalidArgument("sysctl %s: value %q has invalid characters", name, value)
 	}
 	return key, nil
 }
@@ -89,16 +90,22 @@ func defaultSysctls(pod Pod) map[string]string {
 
 func isOddInSysctl(r rune) bool { return r != '\t' && r < ' ' || r > '~' || r == '+' }
 
-// dottedSysctl replaces slashes by dots. It refuses a name with both, which has a dot inside a
-// component (net/ipv4/conf/eth0.100/…), because libcontainer cannot express it.
+// dottedSysctl converts a name to the form with dots as separators. The first separator of a name
+// says which one it uses, as for sysctl(8) and kubelet; the other one is a dot inside a component:
+// net/ipv4/conf/eth0.100/rp_filter is net.ipv4.conf.eth0/100.rp_filter. Only the network's sysctls
+// have such components. No component is empty, ".." or a path.
 func dottedSysctl(name string) (string, error) {
 	if len(name) > 253 || !sysctlName.MatchString(name) {
 		return "", errdefs.InvalidArgument("sysctl %q is not a valid name", name)
 	}
-	if strings.Contains(name, ".") && strings.Contains(name, "/") {
-		return "", errdefs.InvalidArgument("sysctl %q: names with both dots and slashes are not supported", name)
+	key := name
+	if i := strings.IndexAny(name, "./"); i >= 0 && name[i] == '/' {
+		key = strings.NewReplacer("/", ".", ".", "/").Replace(name)
 	}
-	return strings.ReplaceAll(name, "/", "."), nil
+	if strings.Contains(key, "/") && !strings.HasPrefix(key, "net.") {
+		return "", errdefs.InvalidArgument("sysctl %q is not a valid name", name)
+	}
+	return key, nil
 }
 
 func checkSysctlNamespace(key string, pod Pod) error {

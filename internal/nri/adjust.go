@@ -267,7 +267,9 @@ func applySeccomp(spec *specs.Spec, policy *api.LinuxSeccomp) {
 func applySysctl(spec *specs.Spec, sysctl map[string]string, node Node) error {
 	for name := range sysctl { // removals first: a plugin may set the sysctl again
 		if key, removed := api.IsMarkedForRemoval(name); removed {
-			delete(spec.Linux.Sysctl, strings.ReplaceAll(key, "/", "."))
+			if dotted, err := node.Sysctl(key, ""); err == nil { // otherwise the spec does not have it
+				delete(spec.Linux.Sysctl, dotted)
+			}
 		}
 	}
 	for name, value := range sysctl {

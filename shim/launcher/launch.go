@@ -159,6 +159,9 @@ func (c *launch) mountAll() error {
 // prepare does all work before the container's first process exists.
 func (c *launch) prepare() error {
 	clampOOMScore(c.Spec.Process)
+	if err := c.setDottedSysctls(); err != nil {
+		return err
+	}
 	if err := c.backend.prepare(); err != nil {
 		return err
 	}
