@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -221,8 +222,39 @@ func TestPodResolvConf(t *testing.T) {
 	harness.Equal(t, "resolv.conf", pod.Run(t).Exec(t, "cat", "/etc/resolv.conf"),
 		"search default.svc.cluster.local cluster.local\nnameserver 10.0.0.10\nnameserver fd00::a\noptions ndots:5")
 
+	bad := d.RunPod(t, func(c *runtimeapi.PodSandboxConfig) {
+		c.DnsConfig = &runtimeapi.DNSConfig{Servers: []string{"10.0.0.2;", "10.0.0.3:53", "10.1", "dns.example"}, Searches: []string{"x.example", "a b"}}
+	})
+	harness.Equal(t, "resolv.conf of bad words", bad.Run(t).Exec(t, "cat", "/etc/resolv.conf"), "search x.example\nnameserver 10.0.0.2")
+	log := string(harness.Get(os.ReadFile(d.LogFile()))(t))
+	harness.WantText(t, "log", log, "they are left out", "podName="+bad.Config.Metadata.Name, "10.0.0.3:53", "dns.example", "a b")
+
 	node := harness.Get(os.ReadFile("/etc/resolv.conf"))(t)
 	harness.Equal(t, "resolv.conf without DNS config", d.RunPod(t).Run(t).Exec(t, "cat", "/etc/resolv.conf"), strings.TrimSuffix(string(node), "\n"))
+}
+
+// The choice between the stub of systemd-resolved and its upstream servers follows the files, also
+// of a daemon that started before systemd-resolved.
+func TestPodResolvConfFollowsResolved(t *testing.T) {
+	d := harness.StartDaemon(t)
+	etc := filepath.Join(t.TempDir(), "resolv.conf")
+	write := func(path, content string) {
+		t.Helper()
+		harness.Must(t, os.MkdirAll(filepath.Dir(path), 0o755))
+		harness.Must(t, os.WriteFile(path, []byte(content), 0o644))
+	}
+	write(etc, "nameserver 192.0.2.1\n")
+	harness.Must(t, unix.Mount(etc, "/etc/resolv.conf", "", unix.MS_BIND, ""))
+	t.Cleanup(func() { harness.Must(t, unix.Unmount("/etc/resolv.conf", unix.MNT_DETACH)) })
+	of := func() string { return d.RunPod(t).Run(t).Exec(t, "cat", "/etc/resolv.conf") }
+	harness.Equal(t, "without systemd-resolved", of(), "nameserver 192.0.2.1")
+	const upstream = "/run/systemd/resolve/resolv.conf"
+	t.Cleanup(func() { harness.Must(t, os.RemoveAll("/run/systemd/resolve")) })
+	write(upstream, "nameserver 192.0.2.2\n")
+	write(etc, "nameserver 127.0.0.53\n")
+	harness.Equal(t, "with systemd-resolved", of(), "nameserver 192.0.2.2")
+	write(etc, "nameserver 192.0.2.3\n")
+	harness.Equal(t, "with another resolver", of(), "nameserver 192.0.2.3")
 }
 
 // The cgroups of pause and containers are children of the pod's cgroup.

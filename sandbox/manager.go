@@ -41,7 +41,7 @@ type Config struct {
 	Root           string                    // durable state: records, pod files, writable layers; survives a reboot
 	State          string                    // state of the current boot: shim directories, the pods' shm
 	NetNSDir       string                    // where network namespaces are pinned, /run/netns
-	HostResolvConf string                    // resolv.conf of pods with the Default DNS policy, /etc/resolv.conf
+	HostResolvConf func() string             // path of the resolv.conf of pods with the Default DNS policy
 	SystemdCgroup  bool                      // cgroup driver: systemd, else cgroupfs
 	Handler        string                    // name of the built-in runtime handler
 	Handlers       map[string]handler.Config // the other runtime handlers
@@ -238,6 +238,7 @@ func wireManager(cfg Config, images *image.Store, p *hostParts, tasks *task.Runn
 	m.podenv = podenv.Provisioner{
 		Dirs:           p.dirs,
 		HostResolvConf: cfg.HostResolvConf,
+		Log:            cfg.Log,
 		Namespaces:     p.namespaces,
 		Networks:       p.networks,
 		SELinux:        m.selinux,

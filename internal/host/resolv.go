@@ -2,15 +2,18 @@ package host
 
 import (
 	"net/netip"
-	"os"
 	"path/filepath"
 	"strings"
+
+	"berth/internal/safefs"
 )
 
 const (
 	etcResolvConf = "/etc/resolv.conf"
 	// resolvedConf is the file in which systemd-resolved lists its upstream servers.
 	resolvedConf = "/run/systemd/resolve/resolv.conf"
+
+	maxResolvConf = 1 << 20 // bytes
 )
 
 // stubServers are the addresses at which systemd-resolved serves local programs
@@ -37,7 +40,7 @@ func ResolvConf(root string) string {
 // nameservers returns the servers of a resolv.conf(5). It returns nil if it cannot read the file;
 // the later user of the file reports the error.
 func nameservers(path string) []netip.Addr {
-	content, err := os.ReadFile(path)
+	content, err := safefs.ReadHostFile(path, maxResolvConf)
 	if err != nil {
 		return nil
 	}

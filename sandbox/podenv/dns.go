@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strings"
 	"unicode"
 	"unicode/utf8"
@@ -26,26 +27,20 @@ const (
 )
 
 // formatResolvConf returns the resolv.conf for a pod's DNS config. For a nil or empty config it
-// returns the host's content unchanged, up to 64 KiB. All errors are InvalidArgument.
-func formatResolvConf(dns *runtimeapi.DNSConfig, host []byte) ([]byte, error) {
-	servers, searches, options := dns.GetServers(), dns.GetSearches(), dns.GetOptions()
+// returns the host's content unchanged, up to 64 KiB. It leaves out words that a reader of
+// resolv.conf(5) would ignore or misread, and returns them in dropped: one bad name server of a
+// network must not fail every pod. The error is InvalidArgument.
+func formatResolvConf(dns *runtimeapi.DNSConfig, host []byte) (file []byte, dropped []string, err error) {
 	if usesHostDNS(dns) {
 		if len(host) > maxHostFile {
-			return nil, errdefs.InvalidArgument("the host's resolv.conf has %d bytes, more than %d", len(host), maxHostFile)
+			return nil, nil, errdefs.InvalidArgument("the host's resolv.conf has %d bytes, more than %d", len(host), maxHostFile)
 		}
-		return host, nil
+		return host, nil, nil
 	}
-	addrs, err := checkServers(servers)
-	if err != nil {
-		return nil, err
-	}
-	if err := checkSearches(searches); err != nil {
-		return nil, err
-	}
-	if err := checkOptions(options); err != nil {
-		return nil, err
-	}
-	return writeResolvConf(addrs, searches, options), nil
+	servers, badServers := keep(dns.GetServers(), maxServers, address)
+	searches, badSearches := keep(dns.GetSearches(), maxSearches, searchDomain())
+	options, badOptions := keep(dns.GetOptions(), maxOptions, option)
+	return writeResolvConf(servers, searches, options), slices.Concat(badServers, badSearches, badOptions), nil
 }
 
 // usesHostDNS reports whether a pod with this DNS config gets the host's resolv.conf.
@@ -53,7 +48,7 @@ func usesHostDNS(dns *runtimeapi.DNSConfig) bool {
 	return len(dns.GetServers())+len(dns.GetSearches())+len(dns.GetOptions()) == 0
 }
 
-func writeResolvConf(servers []netip.Addr, searches, options []string) []byte {
+func writeResolvConf(servers, searches, options []string) []byte {
 	var b bytes.Buffer
 	if len(searches) > 0 {
 		fmt.Fprintf(&b, "search %s\n", strings.Join(searches, " "))
@@ -67,52 +62,44 @@ func writeResolvConf(servers []netip.Addr, searches, options []string) []byte {
 	return b.Bytes()
 }
 
-func checkServers(servers []string) ([]netip.Addr, error) {
-	if len(servers) > maxServers {
-		return nil, errdefs.InvalidArgument("DNS config: %d servers, at most %d are possible", len(servers), maxServers)
-	}
-	addrs := make([]netip.Addr, len(servers))
-	for i, s := range servers {
-		addr, err := netip.ParseAddr(s)
-		if err != nil {
-			return nil, errdefs.InvalidArgument("DNS config: server %q is not an IP address", s)
+// keep returns the first words, at most limit, that parse accepts, in parse's form. bad are the
+// others.
+func keep(words []string, limit int, parse func(string) (string, bool)) (good, bad []string) {
+	for _, w := range words {
+		if word, ok := parse(w); ok && len(good) < limit {
+			good = append(good, word)
+		} else {
+			bad = append(bad, w)
 		}
-		if addr.Zone() != "" && !isWord(addr.Zone()) { // ParseAddr accepts any zone
-			return nil, errdefs.InvalidArgument("DNS config: server %q has an invalid zone", s)
-		}
-		addrs[i] = addr
 	}
-	return addrs, nil
+	return good, bad
 }
 
-func checkSearches(searches []string) error {
-	if len(searches) > maxSearches {
-		return errdefs.InvalidArgument("DNS config: %d search domains, at most %d are possible", len(searches), maxSearches)
+// address parses a name server. As in C libraries, a comment may follow it ("10.0.0.2;").
+func address(s string) (string, bool) {
+	if i := strings.IndexAny(s, ";#"); i >= 0 {
+		s = s[:i]
 	}
-	for _, s := range searches {
-		if !isWord(s) {
-			return errdefs.InvalidArgument("DNS config: search domain %q is not one word", s)
-		}
+	addr, err := netip.ParseAddr(s)
+	if err != nil || addr.Zone() != "" && !isWord(addr.Zone()) { // ParseAddr accepts any zone
+		return "", false
 	}
-	if n := len(strings.Join(searches, " ")); n > maxSearchChars {
-		return errdefs.InvalidArgument("DNS config: search domains have %d characters, at most %d are possible",
-			n, maxSearchChars)
-	}
-	return nil
+	return addr.String(), true
 }
 
-func checkOptions(options []string) error {
-	if len(options) > maxOptions {
-		return errdefs.InvalidArgument("DNS config: %d options, at most %d are possible", len(options), maxOptions)
-	}
-	for _, o := range options {
-		if !isWord(o) || len(o) > maxOptionChars {
-			return errdefs.InvalidArgument("DNS config: option %q is not one word of at most %d characters",
-				o, maxOptionChars)
+// searchDomain returns a function that accepts search domains until their line is full.
+func searchDomain() func(string) (string, bool) {
+	left := maxSearchChars + 1
+	return func(s string) (string, bool) {
+		if !isWord(s) || len(s)+1 > left {
+			return "", false
 		}
+		left -= len(s) + 1
+		return s, true
 	}
-	return nil
 }
+
+func option(s string) (string, bool) { return s, isWord(s) && len(s) <= maxOptionChars }
 
 // isWord reports whether every reader of a space-separated line reads s as exactly one word.
 func isWord(s string) bool {

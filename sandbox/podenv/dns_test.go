@@ -37,9 +37,9 @@ func TestResolvConf(t *testing.T) {
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
-			got, err := formatResolvConf(tt.dns, []byte(hostFile))
-			if err != nil || string(got) != tt.want {
-				t.Errorf("got %q, %v, want %q", got, err, tt.want)
+			got, dropped, err := formatResolvConf(tt.dns, []byte(hostFile))
+			if err != nil || string(got) != tt.want || dropped != nil {
+				t.Errorf("got %q, %q, %v, want %q", got, dropped, err, tt.want)
 			}
 		})
 	}
@@ -47,42 +47,59 @@ func TestResolvConf(t *testing.T) {
 
 func repeat(s string, n int) []string { return slices.Repeat([]string{s}, n) }
 
-func TestResolvConfRefuses(t *testing.T) {
+// A bad word is left out and reported, and the others stay (moby#35669).
+func TestResolvConfDropsBadWords(t *testing.T) {
 	t.Parallel()
-	for name, dns := range map[string]*runtimeapi.DNSConfig{
-		"name as server":      {Servers: []string{"dns.example.com"}},
-		"newline in server":   {Servers: []string{"192.0.2.1\noptions debug"}},
-		"newline in zone":     {Servers: []string{"fe80::1%eth0\noptions debug"}},
-		"space in zone":       {Servers: []string{"fe80::1%eth0 x"}},
-		"empty server":        {Servers: []string{""}},
-		"four servers":        {Servers: repeat("192.0.2.1", 4)},
-		"newline in domain":   {Searches: []string{"a\nnameserver 198.51.100.1"}},
-		"return in domain":    {Searches: []string{"a\rb"}},
-		"space in domain":     {Searches: []string{"a b"}},
-		"line separator":      {Searches: []string{"a\u2028b"}},
-		"NUL in domain":       {Searches: []string{"a\x00"}},
-		"not UTF-8":           {Searches: []string{"a\xff"}},
-		"empty domain":        {Searches: []string{""}},
-		"33 domains":          {Searches: repeat("a", 33)},
-		"2049 characters":     {Searches: repeat(strings.Repeat("a", 99)+"."+strings.Repeat("b", 5), 20)},
-		"newline in option":   {Options: []string{"ndots:5\nnameserver 198.51.100.1"}},
-		"tab in option":       {Options: []string{"ndots:5\trotate"}},
-		"empty option":        {Options: []string{""}},
-		"long option":         {Options: []string{strings.Repeat("a", 256)}},
-		"very many options":   {Options: repeat("a", 65)},
-		"good and bad server": {Servers: []string{"192.0.2.1", "192.0.2.300"}},
+	servers := func(s ...string) *runtimeapi.DNSConfig { return &runtimeapi.DNSConfig{Servers: s} }
+	searches := func(s ...string) *runtimeapi.DNSConfig { return &runtimeapi.DNSConfig{Searches: s} }
+	options := func(s ...string) *runtimeapi.DNSConfig { return &runtimeapi.DNSConfig{Options: s} }
+	const good = "192.0.2.1"
+	for name, tt := range map[string]struct {
+		dns     *runtimeapi.DNSConfig
+		want    string
+		dropped []string
+	}{
+		"name as server":    {servers("dns.example.com"), "", []string{"dns.example.com"}},
+		"port":              {servers(good, "10.0.0.3:53"), "nameserver 192.0.2.1\n", []string{"10.0.0.3:53"}},
+		"short address":     {servers("10.1", good), "nameserver 192.0.2.1\n", []string{"10.1"}},
+		"bad number":        {servers(good, "192.0.2.300"), "nameserver 192.0.2.1\n", []string{"192.0.2.300"}},
+		"newline in server": {servers("192.0.2.1\noptions debug"), "", []string{"192.0.2.1\noptions debug"}},
+		"newline in zone":   {servers("fe80::1%eth0\noptions debug"), "", []string{"fe80::1%eth0\noptions debug"}},
+		"space in zone":     {servers("fe80::1%eth0 x"), "", []string{"fe80::1%eth0 x"}},
+		"empty server":      {servers("", good), "nameserver 192.0.2.1\n", []string{""}},
+		"four servers":      {servers(good, "b", good, good, "192.0.2.4"), strings.Repeat("nameserver 192.0.2.1\n", 3), []string{"b", "192.0.2.4"}},
+		"comment":           {servers("10.0.0.2;", "10.0.0.3#x"), "nameserver 10.0.0.2\nnameserver 10.0.0.3\n", nil},
+		"newline in domain": {searches("a\nnameserver 198.51.100.1", "b"), "search b\n", []string{"a\nnameserver 198.51.100.1"}},
+		"return in domain":  {searches("a\rb"), "", []string{"a\rb"}},
+		"space in domain":   {searches("c", "a b"), "search c\n", []string{"a b"}},
+		"line separator":    {searches("a\u2028b"), "", []string{"a\u2028b"}},
+		"NUL in domain":     {searches("a\x00"), "", []string{"a\x00"}},
+		"not UTF-8":         {searches("a\xff"), "", []string{"a\xff"}},
+		"empty domain":      {searches("", "a"), "search a\n", []string{""}},
+		"33 domains":        {searches(append(repeat("a", 32), "b")...), "search" + strings.Repeat(" a", 32) + "\n", []string{"b"}},
+		"2049 characters":   {searches(strings.Repeat("a", 2047), "b", "c"), "search " + strings.Repeat("a", 2047) + "\n", []string{"b", "c"}},
+		"2048 characters":   {searches(strings.Repeat("a", 2046), "b", "c"), "search " + strings.Repeat("a", 2046) + " b\n", []string{"c"}},
+		"newline in option": {options("ndots:5\nnameserver 198.51.100.1", "rotate"), "options rotate\n", []string{"ndots:5\nnameserver 198.51.100.1"}},
+		"tab in option":     {options("ndots:5\trotate"), "", []string{"ndots:5\trotate"}},
+		"empty option":      {options(""), "", []string{""}},
+		"long option":       {options(strings.Repeat("a", 256), "b"), "options b\n", []string{strings.Repeat("a", 256)}},
+		"very many options": {options(append(repeat("a", 64), "b")...), "options" + strings.Repeat(" a", 64) + "\n", []string{"b"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			got, err := formatResolvConf(dns, []byte(hostFile))
-			if errdefs.Code(err) != codes.InvalidArgument || got != nil {
-				t.Errorf("%q, %v", got, err)
+			got, dropped, err := formatResolvConf(tt.dns, []byte(hostFile))
+			if err != nil || string(got) != tt.want || !slices.Equal(dropped, tt.dropped) {
+				t.Errorf("got %q, %q, %v, want %q, %q", got, dropped, err, tt.want, tt.dropped)
 			}
 		})
 	}
-	if _, err := formatResolvConf(nil, make([]byte, maxHostFile+1)); errdefs.Code(err) != codes.InvalidArgument {
+}
+
+func TestHugeResolvConfOfTheHost(t *testing.T) {
+	t.Parallel()
+	if _, _, err := formatResolvConf(nil, make([]byte, maxHostFile+1)); errdefs.Code(err) != codes.InvalidArgument {
 		t.Errorf("huge file of the host: %v", err)
 	}
-	if _, err := formatResolvConf(nil, make([]byte, maxHostFile)); err != nil {
+	if _, _, err := formatResolvConf(nil, make([]byte, maxHostFile)); err != nil {
 		t.Errorf("large file of the host: %v", err)
 	}
 }
@@ -145,8 +162,15 @@ func FuzzResolvConf(f *testing.F) {
 	f.Add("fe80::1%eth0", ".", "rotate")
 	f.Add("192.0.2.1\nx", "a\u0085b", "o\v")
 	f.Fuzz(func(t *testing.T, server, search, option string) {
-		got, err := formatResolvConf(&runtimeapi.DNSConfig{Servers: []string{server}, Searches: []string{search, search}, Options: []string{option}}, nil)
+		config := &runtimeapi.DNSConfig{Servers: []string{server}, Searches: []string{search, search}, Options: []string{option}}
+		got, dropped, err := formatResolvConf(config, nil)
 		if err != nil {
+			t.Fatal(err)
+		}
+		if len(dropped) > 0 {
+			if n := len(bytes.Fields(got)) + len(dropped); n > 4+3 || bytes.Count(got, []byte("\n")) > 3 {
+				t.Errorf("resolv.conf %q without %q", got, dropped)
+			}
 			return
 		}
 		lines := bytes.Split(got, []byte("\n"))

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -22,11 +23,12 @@ import (
 type files struct {
 	*state.PodSpec
 	Dirs state.Dirs
+	log  *slog.Logger
 }
 
 // make creates the pod's files in /etc and /dev/shm except /etc/hosts, and its log directory.
-// hostResolvConf is the path of the node's resolv.conf.
-func (p files) make(hostResolvConf string) error {
+// hostResolvConf returns the path of the node's resolv.conf, which may change at any time.
+func (p files) make(hostResolvConf func() string) error {
 	failpoint.Reach("pod.make-files")
 	if err := os.MkdirAll(p.Dirs.PodFiles(p.ID), 0o700); err != nil {
 		return fmt.Errorf("make files of pod %s: %w", p.ID, err)
@@ -61,15 +63,22 @@ func (p files) make(hostResolvConf string) error {
 }
 
 // resolvConf returns the pod's resolv.conf. It reads the node's file only when the pod uses it.
-func (p files) resolvConf(hostFile string) (_ []byte, err error) {
+func (p files) resolvConf(hostFile func() string) (_ []byte, err error) {
 	var host []byte
 	dns := p.Config.GetDnsConfig()
 	if usesHostDNS(dns) {
-		if host, err = readCapped(hostFile); err != nil {
+		if host, err = readCapped(hostFile()); err != nil {
 			return nil, err
 		}
 	}
-	return formatResolvConf(dns, host)
+	file, dropped, err := formatResolvConf(dns, host)
+	if len(dropped) > 0 {
+		m := p.Config.GetMetadata()
+		p.log.Warn("the pod's DNS config has words that resolv.conf cannot hold; they are left out",
+			"namespace", errdefs.Clip(m.GetNamespace()), "podName", errdefs.Clip(m.GetName()), "pod", p.ID,
+			"words", errdefs.Clip(fmt.Sprintf("%q", dropped)))
+	}
+	return file, err
 }
 
 // writeHosts writes the default /etc/hosts with the pod's addresses.

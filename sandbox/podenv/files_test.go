@@ -3,6 +3,7 @@ package podenv
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
@@ -38,7 +39,7 @@ func podOf(t *testing.T, namespaces *runtimeapi.NamespaceOption) files {
 	}
 	p := files{&state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{Hostname: "ship",
 		Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: namespaces}}}},
-		state.Dirs{Root: t.TempDir(), State: t.TempDir()}}
+		state.Dirs{Root: t.TempDir(), State: t.TempDir()}, slog.New(slog.DiscardHandler)}
 	t.Cleanup(func() {
 		for range 2 { // unmountTmpfs may be repeated
 			if err := unmountTmpfs(p.Dirs, p.ID); err != nil {
@@ -70,7 +71,7 @@ func TestMakeFiles(t *testing.T) {
 		t.Run(fmt.Sprintf("node network %t", onNode), func(t *testing.T) {
 			p := shared(t, onNode)
 			p.Config.LogDirectory = filepath.Join(t.TempDir(), "logs/of/pod")
-			testutil.Must(t, p.make(resolvConf))
+			testutil.Must(t, p.make(func() string { return resolvConf }))
 			testutil.Must(t, p.writeHosts([]string{"10.0.0.7", "fd00::7"}))
 			want := "ship"
 			if onNode { // the pod shares the node's UTS namespace
@@ -112,7 +113,7 @@ func TestFilesAreBounded(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			p := podOf(t, c.namespaces)
 			p.Mappings = c.mappings
-			testutil.Must(t, errors.Join(p.make(filepath.Join(t.TempDir(), "none")), p.writeHosts(nil)))
+			testutil.Must(t, errors.Join(p.make(func() string { return "/none" }), p.writeHosts(nil)))
 			for _, name := range []string{"hosts", "hostname", "resolv.conf"} {
 				var st unix.Stat_t
 				if err := unix.Stat(filepath.Join(p.Dirs.Etc(p.ID), name), &st); err != nil || st.Uid != c.owner || st.Gid != c.owner || st.Mode&0o777 != 0o644 {
@@ -150,7 +151,7 @@ func TestUnusualResolvConfOfNode(t *testing.T) {
 	for path, want := range map[string]codes.Code{fifo: codes.FailedPrecondition, large: codes.FailedPrecondition, dir: codes.FailedPrecondition,
 		filepath.Join(dir, "none"): codes.OK, os.DevNull: codes.FailedPrecondition} {
 		t.Run(filepath.Base(path), func(t *testing.T) {
-			if err := shared(t, false).make(path); errdefs.Code(err) != want {
+			if err := shared(t, false).make(func() string { return path }); errdefs.Code(err) != want {
 				t.Errorf("%v, want %v", err, want)
 			}
 		})
@@ -184,7 +185,7 @@ func TestResolvConfOfPod(t *testing.T) {
 		{fifo, &runtimeapi.DNSConfig{}, "", codes.FailedPrecondition},
 	} {
 		t.Run(fmt.Sprintf("%s with %v", filepath.Base(tt.file), tt.dns), func(t *testing.T) {
-			got, err := files{PodSpec: &state.PodSpec{Config: &runtimeapi.PodSandboxConfig{DnsConfig: tt.dns}}}.resolvConf(tt.file)
+			got, err := files{PodSpec: &state.PodSpec{Config: &runtimeapi.PodSandboxConfig{DnsConfig: tt.dns}}}.resolvConf(func() string { return tt.file })
 			if string(got) != tt.want || errdefs.Code(err) != tt.code {
 				t.Errorf("%q, %v", got, err)
 			}

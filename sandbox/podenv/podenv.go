@@ -3,6 +3,7 @@ package podenv
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"os"
 
 	"berth/image"
@@ -17,7 +18,8 @@ import (
 // Provisioner creates and removes the files, namespaces and mounts of pods.
 type Provisioner struct {
 	Dirs           state.Dirs
-	HostResolvConf string // resolv.conf of pods with the Default DNS policy
+	HostResolvConf func() string // path of the resolv.conf of pods with the Default DNS policy
+	Log            *slog.Logger
 	Namespaces     Namespaces
 	Networks       *Networks
 	SELinux        lsm.SELinux
@@ -36,14 +38,14 @@ func (k Provisioner) Make(ctx context.Context, spec *state.PodSpec) error {
 
 func (k Provisioner) makeFiles(ctx context.Context, spec *state.PodSpec) error {
 	defer trace.Begin(ctx, "files").End()
-	return files{spec, k.Dirs}.make(k.HostResolvConf)
+	return files{spec, k.Dirs, k.Log}.make(k.HostResolvConf)
 }
 
 // FinishFiles writes /etc/hosts with the pod's addresses and labels the pod's files, which all its
 // containers read.
 func (k Provisioner) FinishFiles(ctx context.Context, spec *state.PodSpec, ips []string) error {
 	defer trace.Begin(ctx, "hosts").End()
-	if err := (files{spec, k.Dirs}).writeHosts(ips); err != nil {
+	if err := (files{spec, k.Dirs, k.Log}).writeHosts(ips); err != nil {
 		return err
 	}
 	if err := k.SELinux.LabelOwn(k.Dirs.Etc(spec.ID), spec.Labels); err != nil {

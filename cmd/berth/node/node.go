@@ -19,7 +19,6 @@ type Node struct {
 	Shim          string // path of berth-shim
 	Unpack        string // path of berth-unpack
 	Verify        string // path of berth-verify; empty: not found
-	ResolvConf    string // the resolv.conf of pods that use the node's DNS
 }
 
 // Discover inspects this machine. It fails if cfg cannot work here, or if a program is missing.
@@ -39,7 +38,6 @@ func Discover(cfg *config.Config) (*Node, error) {
 		return nil, err
 	}
 	n.Verify, _ = FindVerify(cfg.SignatureVerifyPath) // what needs it reports that
-	n.ResolvConf = host.ResolvConf("/")
 	return &n, nil
 }
 

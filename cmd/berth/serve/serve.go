@@ -35,6 +35,7 @@ import (
 	"berth/image/unpack"
 	"berth/image/unpack/process"
 	"berth/internal/cleanup"
+	"berth/internal/host"
 	"berth/internal/lockfile"
 	"berth/internal/nri"
 	"berth/internal/task"
@@ -508,7 +509,7 @@ func sandboxConfig(cfg *config.Config, n *node.Node, waits *task.Waits, log *slo
 		Root:           cfg.Root,
 		State:          cfg.State,
 		NetNSDir:       cfg.NetNSDir,
-		HostResolvConf: n.ResolvConf,
+		HostResolvConf: func() string { return host.ResolvConf("/") },
 		SystemdCgroup:  n.SystemdCgroup,
 		Handler:        config.BuiltinHandler,
 		Handlers:       handlers(cfg),
