@@ -390,6 +390,46 @@ func TestContainerSeccomp(t *testing.T) {
 	}
 }
 
+// Profiles of the host need not allow what prepares a container's process: fstatfs, openat2, statx
+// (runc#5059), or setuid and capset. A profile without execve is named as the reason.
+func TestTightLocalhostSeccomp(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	with := func(file string, nnp bool) harness.ContainerOption {
+		return harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+			s.Seccomp = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Localhost, LocalhostRef: file}
+			s.NoNewPrivs = nnp
+		})
+	}
+	for _, name := range []string{"seccomp-tight.json", "seccomp-small.json"} {
+		for _, nnp := range []bool{false, true} {
+			t.Run(fmt.Sprint(name, " ", nnp), func(t *testing.T) {
+				file := harness.Get(filepath.Abs(filepath.Join("testdata", name)))(t)
+				waits := func(c *runtimeapi.ContainerConfig) { c.Stdin = true } // sleep needs clock_nanosleep
+				c := pod.Run(t, with(file, nnp), harness.Command("cat"), waits)
+				harness.Equal(t, "seccomp mode", machine.StatusField(t, c.Pid(t), "Seccomp"), "2")
+				harness.Equal(t, "filters", machine.StatusField(t, c.Pid(t), "Seccomp_filters"), "1")
+				c.Exec(t, "true")
+			})
+		}
+	}
+	dir := machine.HostDir(t)
+	harness.Must(t, os.WriteFile(filepath.Join(dir, "garbage"), []byte("no program"), 0o755))
+	volume := harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: dir, Readonly: true})
+	for _, denied := range []string{"execve", "write"} {
+		file := filepath.Join(dir, denied+".json")
+		harness.Must(t, os.WriteFile(file, fmt.Appendf(nil,
+			`{"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": [%q], "action": "SCMP_ACT_ERRNO"}]}`, denied), 0o600))
+		for _, nnp := range []bool{false, true} {
+			c := pod.Create(t, with(file, nnp), volume, harness.Command("/v/garbage"))
+			err := d.Cri.StartContainer(t.Context(), c.Id)
+			if err == nil || !strings.Contains(err.Error(), "does not allow "+denied) {
+				t.Errorf("a profile without %s, no_new_privs %v: %v", denied, nnp, err)
+			}
+		}
+	}
+}
+
 // The default profile refuses dangerous system calls, also in execs.
 func TestContainerDefaultSeccompInExec(t *testing.T) {
 	d := harness.StartDaemon(t)

@@ -31,7 +31,7 @@ func testProcess(args ...string) *specs.Process {
 }
 
 // execIn runs a script in a container and returns its output and exit code.
-func (c *container) execIn(id, script string) (stdout, stderr string, code int32) {
+func (c *container) execIn(id, script string, change ...func(*specs.Process)) (stdout, stderr string, code int32) {
 	c.Helper()
 	var files [2]*os.File
 	var out [2]string
@@ -50,7 +50,11 @@ func (c *container) execIn(id, script string) (stdout, stderr string, code int32
 			out[i] = string(data)
 		})
 	}
-	x, err := c.Exec(c.ctx, &proto.Exec{ID: c.ID, ExecID: id, Process: testProcess("sh", "-c", script), Stdout: files[0], Stderr: files[1]})
+	process := testProcess("sh", "-c", script)
+	for _, f := range change {
+		f(process)
+	}
+	x, err := c.Exec(c.ctx, &proto.Exec{ID: c.ID, ExecID: id, Process: process, Stdout: files[0], Stderr: files[1]})
 	closeErr := closeFiles(files[:])
 	reading.Wait()
 	if err = errors.Join(err, closeErr); err != nil {

@@ -167,7 +167,9 @@ func (e *libcontainerExec) start() (pid int, err error) {
 	}
 	e.io.passTo(e.process)
 	e.makeCgroup()
-	defer e.l.passFilter(e.process, &e.config)()
+	if err := e.l.passFilter(e.process, &e.config); err != nil {
+		return 0, err
+	}
 	if err := e.run(); err != nil {
 		if endErr := e.checkRunning(); endErr != nil { // the better explanation
 			return 0, endErr

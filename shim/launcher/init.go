@@ -4,8 +4,6 @@ import (
 	"fmt"
 	"os"
 
-	"github.com/opencontainers/runc/libcontainer"
-
 	"berth/shim/launcher/bpfcache"
 	"berth/shim/launcher/sysmon"
 )
@@ -14,15 +12,8 @@ import (
 // initialiser calls it. It does not return.
 func Init() {
 	if err := sysmon.Restore(); err != nil {
-		fail("timer slack", err)
+		fmt.Fprintln(os.Stderr, "berth-shim: timer slack:", err)
+		os.Exit(1)
 	}
-	if err := bpfcache.Receive(); err != nil {
-		fail("seccomp filter", err)
-	}
-	libcontainer.Init()
-}
-
-func fail(what string, err error) {
-	fmt.Fprintf(os.Stderr, "berth-shim: %s: %v\n", what, err)
-	os.Exit(1)
+	bpfcache.Init()
 }

@@ -113,7 +113,9 @@ func (b *libcontainerBackend) create() (pid int, err error) {
 	if err := b.makeContainer(); err != nil {
 		return 0, err
 	}
-	defer b.l.passFilter(b.process, b.config)()
+	if err := b.l.passFilter(b.process, b.config); err != nil {
+		return 0, err
+	}
 	if err := b.container.Start(b.process); err != nil {
 		return 0, err
 	}
@@ -126,7 +128,11 @@ func (b *libcontainerBackend) execute() error {
 	if err := b.container.Exec(); err != nil {
 		return err
 	}
-	return b.explainNotExecuted(b.awaitCommand(waitForever))
+	err := b.awaitCommand(waitForever)
+	if errors.Is(err, errNotExecuted) && !b.l.filters.Allows(b.config.Seccomp, unix.SYS_WRITE) {
+		err = fmt.Errorf("%w; the seccomp profile does not allow write, so the reason is not known", err)
+	}
+	return b.explainNotExecuted(err)
 }
 
 func (b *libcontainerBackend) follow() (int, *os.File, error) {

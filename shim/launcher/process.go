@@ -1,6 +1,7 @@
 package launcher
 
 import (
+	"errors"
 	"fmt"
 	"strconv"
 
@@ -10,21 +11,17 @@ import (
 	"github.com/sirupsen/logrus"
 	"golang.org/x/sys/unix"
 
+	"berth/shim/launcher/bpfcache"
 	"berth/shim/proto"
 )
 
-// passFilter adds the compiled seccomp profile of the container to a process that is about to
-// start. The caller calls started after the start. On an error init compiles the profile itself.
-func (l *launcher) passFilter(p *libcontainer.Process, config *configs.Config) (started func()) {
-	done, err := l.filters.Pass(p, config.Seccomp)
-	if err != nil {
-		l.warnings.add(fmt.Sprintf("seccomp filter: %v", err))
+// passFilter adds the container's seccomp filter to a process that is about to start.
+func (l *launcher) passFilter(p *libcontainer.Process, config *configs.Config) error {
+	err := l.filters.Pass(p, config)
+	if denied := (*bpfcache.Denied)(nil); errors.As(err, &denied) {
+		return proto.Errorf(proto.InvalidArgument, "%v", denied)
 	}
-	return func() {
-		if err := done(); err != nil {
-			l.warnings.add(fmt.Sprintf("seccomp filter: %v", err))
-		}
-	}
+	return err
 }
 
 // initLogLevel is the log level of libcontainer's init, the same as collectWarnings'. Without a

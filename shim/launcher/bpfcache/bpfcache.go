@@ -1,158 +1,240 @@
-// Package bpfcache compiles each seccomp profile once and passes the program to all containers and
-// execs that use the profile.
+// Package bpfcache installs seccomp filters of containers and execs, and compiles each profile once.
 //
 // libcontainer makes libseccomp compile the filter in the process that installs it. RuntimeDefault
 // has some 400 rules, and compiling them takes longer than the rest of that process.
-// Here the launcher runs the same code once per profile and records the calls to libseccomp and the
-// resulting program (Recording). libcontainer's init gets the recording with the profile and runs
-// unchanged. The wrapped functions of libseccomp compare its calls with the recorded ones. If all
-// are equal it gets the recorded program. At the first difference libseccomp gets all calls
-// (bpfcache.h).
+// Here the launcher runs the same code once per profile and captures the program (capture.h).
+//
+// libcontainer also installs the filter before its own last steps, so every profile would have to
+// allow what these need (fstatfs, openat2, statx: runc#5059), or even setuid and capset. Here init
+// installs the filter as its last step: after it comes only the execve of the command.
+// [Table.Pass] adds the program to the process's arguments, behind a NUL byte. [Init], in the new
+// process, takes the profile out of libcontainer's configuration. libcontainer does all of its
+// work, and its execve fails because of the NUL byte. Then Init installs the filter and executes
+// the command.
+//
+// Without no_new_privs only CAP_SYS_ADMIN may install a filter. So the process keeps it in its
+// permitted and effective set until execve, which computes the command's sets from the bounding,
+// inheritable and ambient sets (capabilities(7)). These never have it.
 //
 // # Contract
 //
-// Programs come from launchers, which are not part of a container. Each process gets its own copy
-// in sealed memory (F_SEAL_WRITE), so no container can change another container's copy. A
-// missing, damaged or wrong recording costs time and changes nothing: the filter is always
-// libseccomp's for the profile. The descriptor is closed when the container's command runs.
+// The filter is always libcontainer's for the profile. If Init did not take the profile out,
+// libcontainer would install the filter itself, and its execve would fail: no command runs without
+// its filter. libcontainer keeps its order for profiles with a listener, and for containers with
+// startContainer hooks, which it runs with the filter.
 package bpfcache
 
 import (
 	"crypto/sha256"
+	"encoding/base64"
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"os"
+	"runtime"
+	"slices"
 
 	"github.com/opencontainers/runc/libcontainer"
 	"github.com/opencontainers/runc/libcontainer/configs"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/net/bpf"
 	"golang.org/x/sys/unix"
 )
 
-// initFD is the descriptor of the first of libcontainer.Process.ExtraFiles in init.
-const initFD = 3
+// carrierPrefix begins the last argument of a process with a filter. execve accepts no argument
+// with a NUL byte.
+const carrierPrefix = "\x00berth-seccomp:"
 
-// seals make a recording immutable.
-const seals = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
+// Denied is the error of a profile that does not allow what the start of a command needs.
+type Denied struct{ Syscall string }
 
-// Pass adds the recording of the container's profile to a process that is about to start. The
-// caller calls done after the start. Pass adds nothing if there is no profile, if the profile does
-// not compile (init reports why), or if sealing would take long. Then init compiles the profile
-// itself.
-func (t *Table) Pass(p *libcontainer.Process, profile *configs.Seccomp) (done func() error, err error) {
-	nothing := func() error { return nil }
-	if profile == nil {
-		return nothing, nil
+func (e *Denied) Error() string {
+	return fmt.Sprintf("the seccomp profile does not allow %s, which executes the command", e.Syscall)
+}
+
+// Pass adds the filter of the container's profile to a process that is about to start. It adds
+// nothing if there is no profile, or if libcontainer must install the filter itself: if the profile
+// does not compile, init reports why. The error is *Denied for a profile without execve.
+func (t *Table) Pass(p *libcontainer.Process, config *configs.Config) error {
+	switch {
+	case config.Seccomp == nil, hasListener(config.Seccomp):
+		return nil
+	case p.Init && len(config.Hooks[configs.StartContainer]) > 0:
+		return nil
 	}
-	recording, err := t.recordingOf(profile)
-	if err != nil || recording == nil {
-		return nothing, err
+	if p.Capabilities == nil {
+		p.Capabilities = config.Capabilities // libcontainer's rule
 	}
-	f, err := sealed(recording)
+	if p.Capabilities == nil { // Init cannot know what the command gets
+		return nil
+	}
+	f, err := t.filterOf(config.Seccomp)
 	if err != nil || f == nil {
-		return nothing, err
+		return err
 	}
-	p.ExtraFiles = []*os.File{f}
-	return f.Close, nil
+	if !f.allows(unix.SYS_EXECVE) {
+		return &Denied{"execve"}
+	}
+	p.Args = append(slices.Clip(p.Args), carrierPrefix+base64.StdEncoding.EncodeToString(f.encode()))
+	return nil
+}
+
+// hasListener returns whether another process decides about system calls of the profile.
+func hasListener(profile *configs.Seccomp) bool {
+	return profile.DefaultAction == configs.Notify ||
+		slices.ContainsFunc(profile.Syscalls, func(s *configs.Syscall) bool { return s.Action == configs.Notify })
+}
+
+// Allows returns whether a profile allows a system call. It is true if the profile does not compile.
+func (t *Table) Allows(profile *configs.Seccomp, call uint32) bool {
+	if profile == nil {
+		return true
+	}
+	f, err := t.filterOf(profile)
+	return err != nil || f == nil || f.allows(call)
 }
 
 // Filters returns the filters that libcontainer may load for a profile: struct sock_filter in the
 // machine's byte order. libcontainer chooses the order of architectures at random. The result is
 // empty for a profile that does not compile, and where libseccomp is missing.
 func (t *Table) Filters(profile *configs.Seccomp) ([][]byte, error) {
-	encoded, err := t.recordingOf(profile)
-	if err != nil || encoded == nil {
+	f, err := t.filterOf(profile)
+	if err != nil || f == nil {
 		return nil, err
 	}
-	recording, err := decode(encoded)
-	if err != nil {
-		return nil, err
-	}
-	return patched(profile, recording.program)
+	return patched(profile, f.program[f.patch:])
 }
 
-// recordingOf returns a profile's encoded recording. It makes a recording that the table lacks. It
-// returns nil for a profile that does not compile.
-func (t *Table) recordingOf(profile *configs.Seccomp) ([]byte, error) {
+// filterOf returns a profile's filter. It compiles a profile that the table lacks. It returns nil
+// for a profile that does not compile.
+func (t *Table) filterOf(profile *configs.Seccomp) (*filter, error) {
 	key := profileKey(profile)
-	recording, err := t.find(key)
-	if err != nil || recording != nil {
-		return recording, err
-	}
-	compiled, err := compile(profile)
-	if err != nil || compiled == nil {
+	encoded, err := t.find(key)
+	if err != nil {
 		return nil, err
 	}
-	recording = compiled.encode()
-	return recording, t.add(key, recording)
+	if f, err := decode(encoded); err == nil {
+		return f, nil
+	}
+	f, err := compile(profile)
+	if err != nil || f == nil {
+		return nil, err
+	}
+	return f, t.add(key, f.encode())
 }
 
-// sealed copies a recording into sealed memory. It returns nil if sealing would take long.
-func sealed(recording []byte) (*os.File, error) {
-	const flags = unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
-	fd, err := unix.MemfdCreate("seccomp", flags|unix.MFD_NOEXEC_SEAL)
-	if errors.Is(err, unix.EINVAL) { // MFD_NOEXEC_SEAL is Linux 6.3
-		fd, err = unix.MemfdCreate("seccomp", flags)
-	}
-	if err != nil {
-		return nil, os.NewSyscallError("memfd_create", err)
-	}
-	f := os.NewFile(uintptr(fd), "seccomp")
-	if _, err := f.Write(recording); err != nil {
-		return nil, errors.Join(fmt.Errorf("write a seccomp filter: %w", err), f.Close())
-	}
-	return seal(f)
+// filter is a program as the kernel takes it.
+type filter struct {
+	flags   uint32 // of seccomp(2)
+	patch   int    // bytes of program that libcontainer adds before libseccomp's
+	program []byte // of struct sock_filter
 }
 
-// seal seals f, or closes it and returns nil if something else, such as page migration, holds one
-// of its pages (memfd_wait_for_pins). The kernel has waited 150 ms by then; compiling is faster
-// than waiting again.
-func seal(f *os.File) (*os.File, error) {
-	_, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals)
-	switch {
-	case errors.Is(err, unix.EBUSY):
-		return nil, f.Close()
-	case err != nil:
-		return nil, errors.Join(fmt.Errorf("seal a seccomp filter: %w", err), f.Close())
+// An encoded filter, in the machine's byte order: header, program.
+//
+//	0   magic
+//	8   flags, length of the patch (uint32)
+//	16  SHA-256 of all of this, with zeros here
+const headerSize = 16 + sha256.Size
+
+// magic changes with the format.
+var magic = [8]byte{'b', 'e', 'r', 't', 'h', 'f', 'i', '2'}
+
+const (
+	instructionSize = 8
+	maxInstructions = 4096 // the kernel's limit
+)
+
+func (f *filter) encode() []byte {
+	b := make([]byte, 0, headerSize+len(f.program))
+	b = append(b, magic[:]...)
+	b = binary.NativeEndian.AppendUint32(b, f.flags)
+	b = binary.NativeEndian.AppendUint32(b, uint32(f.patch))
+	b = append(b, make([]byte, sha256.Size)...)
+	b = append(b, f.program...)
+	sum := sha256.Sum256(b)
+	copy(b[16:], sum[:])
+	return b
+}
+
+// decode is the inverse of encode. The filter shares data's memory.
+func decode(data []byte) (*filter, error) {
+	if len(data) < headerSize || [8]byte(data[:8]) != magic {
+		return nil, errors.New("not a seccomp filter")
+	}
+	unsummed := slices.Clone(data)
+	clear(unsummed[16:headerSize])
+	if sha256.Sum256(unsummed) != [sha256.Size]byte(data[16:headerSize]) {
+		return nil, errors.New("damaged seccomp filter")
+	}
+	f := &filter{
+		flags:   binary.NativeEndian.Uint32(data[8:]),
+		patch:   int(binary.NativeEndian.Uint32(data[12:])),
+		program: data[headerSize:],
+	}
+	n := len(f.program)
+	if n == 0 || n%instructionSize != 0 || n/instructionSize > maxInstructions ||
+		f.patch >= n || f.patch%instructionSize != 0 {
+		return nil, fmt.Errorf("seccomp filter with a program of %d bytes, %d of them a patch", n, f.patch)
 	}
 	return f, nil
 }
 
-// Receive must be the first call of a process that libcontainer has started. If the process was
-// passed a recording, the next filter is compared with it. An error means that the container's
-// command would inherit the descriptor.
-func Receive() error {
-	has, err := unix.FcntlInt(initFD, unix.F_GET_SEALS, 0)
-	if err != nil || has&seals != seals {
-		return nil // a descriptor of libcontainer's
+// auditArchs are the kernel's names of architectures (struct seccomp_data).
+var auditArchs = map[string]uint32{"amd64": unix.AUDIT_ARCH_X86_64, "arm64": unix.AUDIT_ARCH_AARCH64}
+
+// allows returns whether the filter lets a system call through, whatever its arguments. It returns
+// true if it cannot tell.
+func (f *filter) allows(call uint32) bool {
+	arch, known := auditArchs[runtime.GOARCH]
+	if !known {
+		return true
 	}
-	// The descriptor stays open, so that libcontainer passes no file with its number to the
-	// command.
-	if _, err := unix.FcntlInt(initFD, unix.F_SETFD, unix.FD_CLOEXEC); err != nil {
-		return os.NewSyscallError("fcntl(F_SETFD)", err)
+	var program []bpf.Instruction
+	for at := 0; at < len(f.program); at += instructionSize {
+		raw := bpf.RawInstruction{
+			Op: binary.NativeEndian.Uint16(f.program[at:]),
+			Jt: f.program[at+2], Jf: f.program[at+3],
+			K: binary.NativeEndian.Uint32(f.program[at+4:]),
+		}
+		program = append(program, raw.Disassemble())
 	}
-	var st unix.Stat_t
-	if err := unix.Fstat(initFD, &st); err != nil {
-		return os.NewSyscallError("fstat", err)
-	}
-	if st.Size < headerSize || st.Size > maxRecording {
-		return nil
-	}
-	data, err := unix.Mmap(initFD, 0, int(st.Size), unix.PROT_READ, unix.MAP_PRIVATE|unix.MAP_POPULATE)
+	vm, err := bpf.NewVM(program)
 	if err != nil {
-		return nil // libseccomp compiles
+		return true
 	}
-	if m, err := decode(data); err == nil { // otherwise libseccomp compiles
-		m.compare()
+	// The virtual machine reads words of packets, which are big-endian.
+	data := binary.BigEndian.AppendUint32(nil, call)
+	data = binary.BigEndian.AppendUint32(data, arch)
+	data = append(data, make([]byte, 56)...) // instruction pointer, arguments
+	verdict, err := vm.Run(data)
+	if err != nil {
+		return true
 	}
-	return nil
+	action := uint32(verdict) & unix.SECCOMP_RET_ACTION_FULL
+	return action == unix.SECCOMP_RET_ALLOW || action == unix.SECCOMP_RET_LOG
+}
+
+// flagsOf returns the flags of seccomp(2) for a profile without a listener. TSYNC has no effect,
+// because the other threads end with the execve; libcontainer ignores it, too.
+func flagsOf(profile *configs.Seccomp) (flags uint32) {
+	for _, f := range profile.Flags {
+		switch f {
+		case specs.LinuxSeccompFlagLog:
+			flags |= unix.SECCOMP_FILTER_FLAG_LOG
+		case specs.LinuxSeccompFlagSpecAllow:
+			flags |= unix.SECCOMP_FILTER_FLAG_SPEC_ALLOW
+		case specs.LinuxSeccompFlagWaitKillableRecv:
+			flags |= unix.SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV
+		}
+	}
+	return flags
 }
 
 // key identifies a profile. It is a cryptographic hash: nobody can write a profile whose key is that
 // of another one.
 type key [sha256.Size]byte
 
-// profileKey returns the key of a profile's recording.
+// profileKey returns the key of a profile's filter.
 func profileKey(p *configs.Seccomp) (k key) {
 	var b []byte
 	number := func(n uint64) { b = binary.NativeEndian.AppendUint64(b, n) }

@@ -2,26 +2,19 @@
 
 package bpfcache
 
-// The linker redirects calls of these functions to bpfcache.c. They are all functions that take a
-// filter and read or change its rules (TestAllFunctionsAreWrapped).
+// The linker redirects calls of these functions to capture.c. They are the functions that return or
+// install a program (TestAllFunctionsAreWrapped).
 
 // #cgo pkg-config: libseccomp
-// #cgo LDFLAGS: -Wl,--wrap=seccomp_init -Wl,--wrap=seccomp_arch_add -Wl,--wrap=seccomp_attr_set -Wl,--wrap=seccomp_rule_add_array
-// #cgo LDFLAGS: -Wl,--wrap=seccomp_export_bpf -Wl,--wrap=seccomp_load -Wl,--wrap=seccomp_release -Wl,--wrap=seccomp_merge
-// #cgo LDFLAGS: -Wl,--wrap=seccomp_reset -Wl,--wrap=seccomp_arch_remove -Wl,--wrap=seccomp_syscall_priority
-// #cgo LDFLAGS: -Wl,--wrap=seccomp_rule_add_exact_array -Wl,--wrap=seccomp_export_pfc -Wl,--wrap=seccomp_export_bpf_mem
-// #cgo LDFLAGS: -Wl,--wrap=seccomp_precompute -Wl,--wrap=seccomp_transaction_start -Wl,--wrap=seccomp_transaction_commit
-// #cgo LDFLAGS: -Wl,--wrap=seccomp_transaction_reject
-// #include "bpfcache.h"
+// #cgo LDFLAGS: -Wl,--wrap=seccomp_export_bpf -Wl,--wrap=seccomp_export_bpf_mem -Wl,--wrap=seccomp_load
+// #include "capture.h"
 import "C"
 
 import (
 	"bytes"
 	"encoding/binary"
-	"errors"
 	"fmt"
 	"slices"
-	"unsafe"
 
 	"github.com/opencontainers/runc/libcontainer/configs"
 	"github.com/opencontainers/runc/libcontainer/seccomp"
@@ -35,6 +28,24 @@ import (
 //go:linkname generatePatch github.com/opencontainers/runc/libcontainer/seccomp/patchbpf.generatePatch
 func generatePatch(profile *configs.Seccomp) ([]bpf.Instruction, error)
 
+// patchOf returns libcontainer's patch as struct sock_filter.
+func patchOf(profile *configs.Seccomp) (encoded []byte, err error) {
+	patch, err := generatePatch(profile)
+	if err != nil {
+		return nil, fmt.Errorf("patch of a seccomp filter: %w", err)
+	}
+	raw, err := bpf.Assemble(patch)
+	if err != nil {
+		return nil, fmt.Errorf("patch of a seccomp filter: %w", err)
+	}
+	for _, i := range raw {
+		encoded = binary.NativeEndian.AppendUint16(encoded, i.Op)
+		encoded = append(encoded, i.Jt, i.Jf)
+		encoded = binary.NativeEndian.AppendUint32(encoded, i.K)
+	}
+	return encoded, nil
+}
+
 // patchTries is the number of patches that patched generates. Some orders of architectures are
 // rare, one in 64. One of these is missing in one call of 500.
 const patchTries = 400
@@ -42,15 +53,11 @@ const patchTries = 400
 // patched returns a program with each of libcontainer's patches.
 func patched(profile *configs.Seccomp, program []byte) (filters [][]byte, err error) {
 	for range patchTries {
-		patch, err := generatePatch(profile)
+		patch, err := patchOf(profile)
 		if err != nil {
-			return nil, fmt.Errorf("patch of a seccomp filter: %w", err)
+			return nil, err
 		}
-		raw, err := bpf.Assemble(patch)
-		if err != nil {
-			return nil, fmt.Errorf("patch of a seccomp filter: %w", err)
-		}
-		filter := slices.Concat(encodeInstructions(raw), program)
+		filter := slices.Concat(patch, program)
 		if !slices.ContainsFunc(filters, func(f []byte) bool { return bytes.Equal(f, filter) }) {
 			filters = append(filters, filter)
 		}
@@ -58,54 +65,27 @@ func patched(profile *configs.Seccomp, program []byte) (filters [][]byte, err er
 	return filters, nil
 }
 
-// encodeInstructions returns instructions as struct sock_filter.
-func encodeInstructions(raw []bpf.RawInstruction) (encoded []byte) {
-	for _, i := range raw {
-		encoded = binary.NativeEndian.AppendUint16(encoded, i.Op)
-		encoded = append(encoded, i.Jt, i.Jf)
-		encoded = binary.NativeEndian.AppendUint32(encoded, i.K)
-	}
-	return encoded
-}
-
-// compile records how libcontainer makes the filter, without installing it. It returns nil if
+// compile makes the filter as libcontainer does, without installing it. It returns nil if
 // libcontainer fails; init will report the reason.
-func compile(profile *configs.Seccomp) (*Recording, error) {
-	return record(func() {
-		if _, err := seccomp.InitSeccomp(profile); err == nil {
-			panic("libcontainer has installed a seccomp filter without libseccomp")
-		}
-	})
-}
-
-// record records the next filter that makeFilter makes. It returns nil if there is no program.
-func record(makeFilter func()) (*Recording, error) {
-	if C.bpfcache_record() != 0 {
-		return nil, errors.New("libseccomp is linked without the wrappers of berth/shim/launcher/bpfcache")
+func compile(profile *configs.Seccomp) (*filter, error) {
+	C.capture_start()
+	defer C.capture_stop()
+	if _, err := seccomp.InitSeccomp(profile); err == nil {
+		panic("libcontainer has installed a seccomp filter in the launcher")
 	}
-	defer C.bpfcache_stop()
-	makeFilter()
-	r := C.bpfcache_result()
-	if r.program == nil {
+	var size C.size_t
+	captured := C.capture_program(&size)
+	if captured == nil || size == 0 {
 		return nil, nil
 	}
-	m := &Recording{
-		calls:   C.GoBytes(r.calls, C.int(r.calls_size)),
-		program: C.GoBytes(r.program, C.int(r.program_size)),
+	patch, err := patchOf(profile)
+	if err != nil {
+		return nil, err
 	}
-	return m, m.check()
-}
-
-// stopComparing ends a comparison.
-func stopComparing() { C.bpfcache_stop() }
-
-// compare starts the comparison of the next filter with the recording. Its memory must be pinned or
-// outside Go's heap.
-func (m *Recording) compare() {
-	C.bpfcache_compare(C.struct_bpfcache_recording{
-		calls:        unsafe.Pointer(unsafe.SliceData(m.calls)),
-		calls_size:   C.size_t(len(m.calls)),
-		program:      unsafe.Pointer(unsafe.SliceData(m.program)),
-		program_size: C.size_t(len(m.program)),
-	})
+	program := slices.Concat(patch, C.GoBytes(captured, C.int(size)))
+	f := &filter{flags: flagsOf(profile), patch: len(patch), program: program}
+	if _, err := decode(f.encode()); err != nil { // the kernel would refuse it
+		return nil, nil
+	}
+	return f, nil
 }

@@ -4,11 +4,14 @@ package bpfcache
 
 import (
 	"bytes"
+	"encoding/base64"
 	"encoding/json"
+	"errors"
 	"fmt"
-	"math/rand/v2"
+	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"regexp"
 	"runtime"
 	"slices"
@@ -17,24 +20,27 @@ import (
 	"unsafe"
 
 	profiles "github.com/moby/profiles/seccomp"
+	"github.com/opencontainers/runc/libcontainer"
 	"github.com/opencontainers/runc/libcontainer/configs"
 	"github.com/opencontainers/runc/libcontainer/seccomp"
 	"github.com/opencontainers/runc/libcontainer/specconv"
 	"github.com/opencontainers/runtime-spec/specs-go"
-	libseccomp "github.com/seccomp/libseccomp-golang"
 	"golang.org/x/sys/unix"
 
 	"berth/internal/testutil"
 )
 
-// profileEnv makes the test binary a process that installs a filter as a container's init does,
-// with the recording on descriptor initFD.
-const profileEnv = "BERTH_TEST_SECCOMP_PROFILE"
+// profileEnv makes the test binary a process that installs a profile as libcontainer does,
+// filterEnv one that executes a command with an encoded filter.
+const (
+	profileEnv = "BERTH_TEST_SECCOMP_PROFILE"
+	filterEnv  = "BERTH_TEST_SECCOMP_FILTER"
+)
 
 // The first thread installs the filter, and filterOf reads that thread's. main keeps a thread that
 // init has locked.
 func init() {
-	if os.Getenv(profileEnv) != "" {
+	if os.Getenv(profileEnv)+os.Getenv(filterEnv) != "" {
 		runtime.LockOSThread()
 	}
 }
@@ -43,15 +49,27 @@ func TestMain(m *testing.M) {
 	if profile := os.Getenv(profileEnv); profile != "" {
 		install(profile)
 	}
+	if encoded := os.Getenv(filterEnv); encoded != "" {
+		executeFiltered(encoded)
+	}
 	os.Exit(m.Run())
+}
+
+// executeFiltered executes os.Args[1:] with a filter, as Init does.
+func executeFiltered(encoded string) {
+	err := os.Unsetenv(filterEnv)
+	data, decodeErr := base64.StdEncoding.DecodeString(encoded)
+	f, filterErr := decode(data)
+	if err = errors.Join(err, decodeErr, filterErr); err == nil {
+		err = (&command{filter: f, args: os.Args[1:], env: []string{"HOME=/", "A=b"}}).execute(os.Args[1])
+	}
+	fmt.Fprintln(os.Stderr, err)
+	os.Exit(1)
 }
 
 func install(text string) {
 	var profile configs.Seccomp
 	err := json.Unmarshal([]byte(text), &profile)
-	if err == nil {
-		err = Receive()
-	}
 	if err == nil {
 		_, err = seccomp.InitSeccomp(&profile)
 	}
@@ -122,30 +140,29 @@ func testProfiles(tb testing.TB) map[string]*configs.Seccomp {
 	return result
 }
 
-// installed returns the kernel's filter of a process that has installed a profile, with or without
-// a recording.
-func installed(t *testing.T, profile *configs.Seccomp, recording *os.File) []byte {
+// installed returns the kernel's filter of a process that has installed a profile.
+func installed(t *testing.T, profile *configs.Seccomp) []byte {
 	t.Helper()
 	text, err := json.Marshal(profile)
-	if err != nil {
-		t.Fatal(err)
-	}
-	cmd := exec.Command("/proc/self/exe")
-	cmd.Env = append(os.Environ(), profileEnv+"="+string(text))
+	testutil.Must(t, err)
+	return filterOfProcess(t, profileEnv+"="+string(text), "installed\n")
+}
+
+// filterOfProcess starts this program with a variable, waits for its first output, and returns its
+// filter.
+func filterOfProcess(t *testing.T, variable, says string, args ...string) []byte {
+	t.Helper()
+	cmd := exec.Command("/proc/self/exe", args...)
+	cmd.Env = append(os.Environ(), variable)
 	cmd.Stderr = os.Stderr
-	if recording != nil {
-		cmd.ExtraFiles = []*os.File{recording}
-	}
 	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
+	testutil.Must(t, err)
+	_, err = cmd.StdinPipe() // open until the process is killed
+	testutil.Must(t, err)
+	testutil.Must(t, cmd.Start())
 	defer func() { _ = cmd.Process.Kill(); _ = cmd.Wait() }()
-	said := make([]byte, len("installed\n"))
-	if n, err := out.Read(said); string(said[:n]) != "installed\n" {
+	said := make([]byte, len(says))
+	if n, err := io.ReadFull(out, said); string(said[:n]) != says {
 		t.Fatalf("the filter is not installed: %q, %v", said[:n], err)
 	}
 	return filterOf(t, cmd.Process.Pid)
@@ -183,123 +200,174 @@ func filterOf(t *testing.T, pid int) []byte {
 	return bytes.Clone(unsafe.Slice((*byte)(unsafe.Pointer(&filter[0])), n*instructionSize))
 }
 
-// samePrograms bounds the number of installations without a recording. The order of the
+// samePrograms bounds the number of installations of libcontainer. The order of the
 // architectures in libcontainer's prologue, for system calls newer than the profile, is random, and
 // some orders are rare (one in 64).
 const samePrograms = 400
 
-// isOneOf returns whether the filter is one that libcontainer makes without a recording.
+// isOneOf returns whether the filter is one that libcontainer makes.
 func isOneOf(t *testing.T, filter []byte, profile *configs.Seccomp) bool {
 	t.Helper()
 	for range samePrograms {
-		if bytes.Equal(filter, installed(t, profile, nil)) {
+		if bytes.Equal(filter, installed(t, profile)) {
 			return true
 		}
 	}
 	return false
 }
 
-// recordingOf compiles a profile and seals the recording.
-func recordingOf(t *testing.T, profile *configs.Seccomp) (*Recording, *os.File) {
+// compiled returns a profile's filter.
+func compiled(t *testing.T, profile *configs.Seccomp) *filter {
 	t.Helper()
-	m, err := compile(profile)
-	if err != nil || m == nil {
-		t.Fatalf("compile = %v, %v", m, err)
+	f, err := compile(profile)
+	if err != nil || f == nil {
+		t.Fatalf("compile = %v, %v", f, err)
 	}
-	f, err := sealed(m.encode())
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { f.Close() })
-	return m, f
+	return f
 }
 
-func TestRecordingGivesTheSameFilter(t *testing.T) {
+func TestFilterIsLibcontainers(t *testing.T) {
 	for name, profile := range testProfiles(t) {
 		t.Run(name, func(t *testing.T) {
-			_, f := recordingOf(t, profile)
-			if filter := installed(t, profile, f); !isOneOf(t, filter, profile) {
-				t.Errorf("with a recording the kernel has another filter: %x", filter)
+			if f := compiled(t, profile); !isOneOf(t, f.program, profile) {
+				t.Errorf("libcontainer installs another filter: %x", f.program)
 			}
 		})
 	}
 }
 
-// allowAll is "ret ALLOW".
-var allowAll = func() []byte {
-	instruction := unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: 0x7fff0000}
-	return bytes.Clone(unsafe.Slice((*byte)(unsafe.Pointer(&instruction)), instructionSize))
-}()
+// encodedEnv returns the variable that executes a command with a filter.
+func encodedEnv(f *filter) string {
+	return filterEnv + "=" + base64.StdEncoding.EncodeToString(f.encode())
+}
 
-// A recording with another program shows whether it is used.
-func TestRecordingIsUsed(t *testing.T) {
-	profile := testProfiles(t)["one call"]
-	m, _ := recordingOf(t, profile)
-	m.program = allowAll
-	f, err := sealed(m.encode())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	if filter := installed(t, profile, f); !bytes.Equal(filter, allowAll) {
-		t.Errorf("the kernel has %x, the recording %x", filter, allowAll)
+func TestCommandHasTheFilter(t *testing.T) {
+	for name, profile := range testProfiles(t) {
+		if hasListener(profile) || name == "default errno" { // that one allows no command
+			continue
+		}
+		t.Run(name, func(t *testing.T) {
+			f := compiled(t, profile)
+			got := filterOfProcess(t, encodedEnv(f), "HOME=/ A=b\n", "/bin/sh", "-c", `echo HOME=$HOME A=$A; read x`)
+			if !bytes.Equal(got, f.program) {
+				t.Errorf("the command has another filter: %x", got)
+			}
+		})
 	}
 }
 
-func TestWrongRecordingChangesNothing(t *testing.T) {
-	all := testProfiles(t)
-	wrong := func(change func([]byte) []byte) *os.File {
-		m, _ := recordingOf(t, all["RuntimeDefault"])
-		f, err := sealed(change(m.encode()))
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { f.Close() })
-		return f
+// The reason why a command does not start is on standard error, in libcontainer's words.
+func TestCommandFails(t *testing.T) {
+	script := filepath.Join(t.TempDir(), "script")
+	testutil.Must(t, os.WriteFile(script, []byte("no program"), 0o755))
+	f := compiled(t, testProfiles(t)["one call"])
+	cmd := exec.Command("/proc/self/exe", script)
+	cmd.Env = append(os.Environ(), encodedEnv(f))
+	out, _ := cmd.CombinedOutput() // it ends with 255
+	if want := "exec " + script + ": exec format error\n"; string(out) != want || cmd.ProcessState.ExitCode() != 255 {
+		t.Errorf("%q, %v, want %q", out, cmd.ProcessState, want)
 	}
-	_, foreign := recordingOf(t, all["conditions"])
-	for name, f := range map[string]*os.File{
-		"foreign":    foreign,
-		"short":      wrong(func(b []byte) []byte { return b[:len(b)/2] }),
-		"very short": wrong(func(b []byte) []byte { return b[:3] }),
-		"damaged":    wrong(func(b []byte) []byte { b[len(b)/2] ^= 1; return b }),
-		"too long":   wrong(func(b []byte) []byte { return append(b, make([]byte, maxRecording)...) }),
+}
+
+func TestAllows(t *testing.T) {
+	all := testProfiles(t)
+	for _, c := range []struct {
+		profile string
+		call    uint32
+		want    bool
+	}{
+		{"RuntimeDefault", unix.SYS_EXECVE, true},
+		{"RuntimeDefault", unix.SYS_KEXEC_LOAD, false},
+		{"nothing denied", unix.SYS_EXECVE, true},
+		{"one call", unix.SYS_MKDIRAT, false},
+		{"one call", unix.SYS_WRITE, true},
+		{"kill", unix.SYS_REBOOT, false},
+		{"kill", unix.SYS_SWAPOFF, false},
+		{"default errno", unix.SYS_EXECVE, false},
+		{"default errno", unix.SYS_WRITE, true},
+		{"five architectures", unix.SYS_EXECVE, true},
+	} {
+		if got := compiled(t, all[c.profile]).allows(c.call); got != c.want {
+			t.Errorf("%s allows system call %d: %t", c.profile, c.call, got)
+		}
+	}
+}
+
+func TestPass(t *testing.T) {
+	all, table := testProfiles(t), newTable(t)
+	hooked := configs.Hooks{configs.StartContainer: configs.HookList{configs.NewCommandHook(&configs.Command{Path: "/hook"})}}
+	broken := &configs.Seccomp{DefaultAction: configs.Allow, Syscalls: []*configs.Syscall{{Name: "mkdir", Action: 99}}}
+	caps := &configs.Capabilities{}
+	for name, c := range map[string]struct {
+		config *configs.Config
+		init   bool
+		want   bool
+	}{
+		"container":                {&configs.Config{Seccomp: all["RuntimeDefault"], Capabilities: caps}, true, true},
+		"exec":                     {&configs.Config{Seccomp: all["RuntimeDefault"], Capabilities: caps, Hooks: hooked}, false, true},
+		"container with hooks":     {&configs.Config{Seccomp: all["RuntimeDefault"], Capabilities: caps, Hooks: hooked}, true, false},
+		"no profile":               {&configs.Config{Capabilities: caps}, true, false},
+		"listener":                 {&configs.Config{Seccomp: all["notify"], Capabilities: caps}, true, false},
+		"profile does not compile": {&configs.Config{Seccomp: broken, Capabilities: caps}, true, false},
+		"capabilities not known":   {&configs.Config{Seccomp: all["RuntimeDefault"]}, true, false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			for _, profile := range []string{"one call", "RuntimeDefault"} {
-				if !isOneOf(t, installed(t, all[profile], f), all[profile]) {
-					t.Errorf("%s is another filter with it", profile)
-				}
+			args := append(make([]string, 0, 9), "a")
+			p := &libcontainer.Process{Args: args, Init: c.init}
+			testutil.Must(t, table.Pass(p, c.config))
+			if got := len(p.Args) == 2 && strings.HasPrefix(p.Args[1], carrierPrefix); got != c.want {
+				t.Errorf("arguments %.40q", p.Args)
+			}
+			if args[:2][1] != "" {
+				t.Error("the caller's arguments are changed")
 			}
 		})
 	}
+	err := table.Pass(&libcontainer.Process{}, &configs.Config{Seccomp: all["default errno"], Capabilities: caps})
+	if denied := (*Denied)(nil); !errors.As(err, &denied) || denied.Syscall != "execve" {
+		t.Errorf("a profile without execve: %v", err)
+	}
 }
 
-func TestUnsealedRecordingIsIgnored(t *testing.T) {
-	profile := testProfiles(t)["one call"]
-	m, _ := recordingOf(t, profile)
-	m.program = allowAll
-	fd, err := unix.MemfdCreate("unsealed", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
-	if err != nil {
-		t.Fatal(err)
-	}
-	f := os.NewFile(uintptr(fd), "unsealed")
-	defer f.Close()
-	if _, err := f.Write(m.encode()); err != nil {
-		t.Fatal(err)
-	}
-	if !isOneOf(t, installed(t, profile, f), profile) {
-		t.Error("a recording in unsealed memory is used")
+// libcontainer gets everything but the profile, and the capability to install it only if needed.
+func TestInitsConfiguration(t *testing.T) {
+	f := compiled(t, testProfiles(t)["one call"])
+	for name, nnp := range map[string]bool{"usual": false, "no_new_privs": true} {
+		t.Run(name, func(t *testing.T) {
+			p := &libcontainer.Process{Args: []string{"a", "b\xff"}, Capabilities: &configs.Capabilities{}}
+			testutil.Must(t, newTable(t).Pass(p, &configs.Config{Seccomp: testProfiles(t)["one call"]}))
+			data, err := json.Marshal(map[string]any{"args": p.Args, "env": []string{"A=b"}, "uid": 7, "no_new_privileges": nnp,
+				"capabilities": configs.Capabilities{Bounding: []string{"CAP_KILL"}, Permitted: []string{"CAP_KILL"}},
+				"config":       configs.Config{Rootfs: "/x", Seccomp: testProfiles(t)["one call"]}, "later": 1})
+			testutil.Must(t, err)
+			var config map[string]json.RawMessage
+			testutil.Must(t, json.Unmarshal(data, &config))
+			c, err := newCommand(config)
+			testutil.Must(t, err)
+			if c.uid != 7 || len(c.args) != 2 || c.env[0] != "A=b" || c.flags != f.flags || !bytes.HasSuffix(c.program, f.program[f.patch:]) {
+				t.Errorf("command %+v", c)
+			}
+			testutil.Must(t, withoutFilter(config))
+			var container configs.Config
+			var caps configs.Capabilities
+			testutil.Must(t, errors.Join(json.Unmarshal(config["config"], &container), json.Unmarshal(config["capabilities"], &caps)))
+			if container.Seccomp != nil || container.Rootfs != "/x" || string(config["later"]) != "1" {
+				t.Errorf("configuration %s", config["config"])
+			}
+			if got := slices.Contains(caps.Permitted, "CAP_SYS_ADMIN"); got == nnp || !slices.Equal(caps.Bounding, []string{"CAP_KILL"}) {
+				t.Errorf("capabilities %+v", caps)
+			}
+		})
 	}
 }
 
 func TestBrokenProfile(t *testing.T) {
 	profile := &configs.Seccomp{DefaultAction: configs.Allow, Syscalls: []*configs.Syscall{{Name: "write", Action: configs.Notify}}}
-	if m, err := compile(profile); m != nil || err != nil {
-		t.Errorf("compile = %v, %v", m, err)
+	if f, err := compile(profile); f != nil || err != nil {
+		t.Errorf("compile = %v, %v", f, err)
 	}
-	if m, err := compile(testProfiles(t)["one call"]); m == nil || err != nil {
-		t.Errorf("afterwards compile = %v, %v", m, err)
+	if f, err := compile(testProfiles(t)["one call"]); f == nil || err != nil {
+		t.Errorf("afterwards compile = %v, %v", f, err)
 	}
 }
 
@@ -307,228 +375,30 @@ func TestTableOfProfiles(t *testing.T) {
 	table := newTable(t)
 	for range 2 {
 		for name, profile := range testProfiles(t) {
-			got, err := table.recordingOf(profile)
-			if err != nil {
-				t.Fatal(err)
-			}
-			want, _ := recordingOf(t, profile)
-			if !bytes.Equal(got, want.encode()) {
-				t.Errorf("%s has another profile's recording", name)
-			}
-		}
-	}
-}
-
-// step is a call to libseccomp.
-type step func(*testing.T, *libseccomp.ScmpFilter)
-
-func rule(name string, action libseccomp.ScmpAction, conditions ...libseccomp.ScmpCondition) step {
-	return func(t *testing.T, f *libseccomp.ScmpFilter) {
-		call, err := libseccomp.GetSyscallFromName(name)
-		testutil.Must(t, err)
-		if conditions == nil {
-			testutil.Must(t, f.AddRule(call, action))
-		} else {
-			testutil.Must(t, f.AddRuleConditional(call, action, conditions))
-		}
-	}
-}
-
-func export(t *testing.T, f *libseccomp.ScmpFilter) []byte {
-	t.Helper()
-	fd, err := unix.MemfdCreate("program", unix.MFD_CLOEXEC)
-	testutil.Must(t, err)
-	out := os.NewFile(uintptr(fd), "program")
-	defer out.Close()
-	testutil.Must(t, f.ExportBPF(out))
-	program := make([]byte, maxRecording)
-	n, _ := out.ReadAt(program, 0)
-	return program[:n]
-}
-
-// program makes a filter in steps, compared with a recording if there is one, and exports it.
-func program(t *testing.T, m *Recording, steps []step) []byte {
-	t.Helper()
-	if m != nil {
-		var pins runtime.Pinner
-		defer pins.Unpin()
-		pins.Pin(unsafe.SliceData(m.calls))
-		pins.Pin(unsafe.SliceData(m.program))
-		m.compare()
-		defer stopComparing()
-	}
-	f, err := libseccomp.NewFilter(libseccomp.ActAllow)
-	testutil.Must(t, err)
-	defer f.Release()
-	for _, s := range steps {
-		s(t, f)
-	}
-	return export(t, f)
-}
-
-// recorded returns the recording of a filter made in steps.
-func recorded(t *testing.T, steps []step) *Recording {
-	t.Helper()
-	m, err := record(func() {
-		f, err := libseccomp.NewFilter(libseccomp.ActAllow)
-		testutil.Must(t, err)
-		defer f.Release()
-		for _, s := range steps {
-			s(t, f)
-		}
-		if f.ExportBPF(os.Stdout) == nil {
-			t.Error("a recorded filter is exported")
-		}
-	})
-	if err != nil || m == nil {
-		t.Fatalf("record = %v, %v", m, err)
-	}
-	return m
-}
-
-// If any call differs from the recording, the program is the one that the calls make.
-func TestDifferentCallsGiveTheirOwnFilter(t *testing.T) {
-	condition := func(value uint64) libseccomp.ScmpCondition {
-		c, err := libseccomp.MakeCondition(1, libseccomp.CompareEqual, value)
-		testutil.Must(t, err)
-		return c
-	}
-	deny := libseccomp.ActErrno.SetReturnCode(int16(unix.EACCES))
-	steps := []step{
-		func(t *testing.T, f *libseccomp.ScmpFilter) { testutil.Must(t, f.AddArch(libseccomp.ArchX86)) },
-		func(t *testing.T, f *libseccomp.ScmpFilter) { testutil.Must(t, f.SetLogBit(true)) },
-		func(t *testing.T, f *libseccomp.ScmpFilter) { testutil.Must(t, f.SetOptimize(2)) },
-		rule("mkdir", deny), rule("rmdir", deny), rule("ioctl", deny, condition(1)), rule("reboot", libseccomp.ActKillProcess), rule("mount", deny),
-	}
-	others := map[string]step{
-		"rule":         rule("swapon", deny),
-		"action":       rule("mkdir", libseccomp.ActLog),
-		"condition":    rule("ioctl", deny, condition(2)),
-		"architecture": func(t *testing.T, f *libseccomp.ScmpFilter) { testutil.Must(t, f.AddArch(libseccomp.ArchX32)) },
-		"attribute":    func(t *testing.T, f *libseccomp.ScmpFilter) { testutil.Must(t, f.SetBadArchAction(libseccomp.ActLog)) },
-		"priority":     func(t *testing.T, f *libseccomp.ScmpFilter) { testutil.Must(t, f.SetSyscallPriority(83, 200)) },
-		"exact rule": func(t *testing.T, f *libseccomp.ScmpFilter) {
-			if f.AddRuleExact(165, deny) == nil { // not possible for several architectures
-				rule("swapoff", deny)(t, f)
-			}
-		},
-		"removed architecture": func(t *testing.T, f *libseccomp.ScmpFilter) {
-			if there, err := f.IsArchPresent(libseccomp.ArchX86); err == nil && there {
-				testutil.Must(t, f.RemoveArch(libseccomp.ArchX86))
-			}
-		},
-		"reset": func(t *testing.T, f *libseccomp.ScmpFilter) { testutil.Must(t, f.Reset(libseccomp.ActLog)) },
-		"merge": func(t *testing.T, f *libseccomp.ScmpFilter) {
-			src, err := libseccomp.NewFilter(libseccomp.ActAllow)
+			got, err := table.filterOf(profile)
 			testutil.Must(t, err)
-			testutil.Must(t, src.RemoveArch(libseccomp.ArchNative))
-			testutil.Must(t, src.AddArch(libseccomp.ArchARM64))
-			_ = f.Merge(src) // it fails in both cases or in none
-		},
-		"text": func(t *testing.T, f *libseccomp.ScmpFilter) {
-			testutil.Must(t, f.ExportPFC(os.NewFile(uintptr(devNull(t)), "null")))
-		},
-		"export": func(t *testing.T, f *libseccomp.ScmpFilter) { export(t, f) },
-		"another filter": func(t *testing.T, f *libseccomp.ScmpFilter) {
-			other, err := libseccomp.NewFilter(libseccomp.ActKillProcess)
-			testutil.Must(t, err)
-			other.Release()
-		},
-	}
-	recording := recorded(t, steps)
-	check := func(name string, steps []step) {
-		if want, got := program(t, nil, steps), program(t, recording, steps); !bytes.Equal(want, got) {
-			t.Errorf("%s: libseccomp makes\n%x, with a recording\n%x", name, want, got)
+			want := compiled(t, profile)
+			if got.flags != want.flags || !bytes.Equal(got.program[got.patch:], want.program[want.patch:]) {
+				t.Errorf("%s has another profile's filter", name)
+			}
 		}
-	}
-	check("all", steps)
-	for n := range steps {
-		check(fmt.Sprintf("the first %d", n), steps[:n])
-		check(fmt.Sprintf("without %d", n), slices.Delete(slices.Clone(steps), n, n+1))
-		for name, other := range others {
-			check(fmt.Sprintf("%s before %d", name, n), slices.Insert(slices.Clone(steps), n, other))
-			check(fmt.Sprintf("%s instead of %d", name, n), append(slices.Clone(steps[:n]), other))
-		}
-	}
-	for name, other := range others {
-		check(name+" at the end", append(slices.Clone(steps), other))
 	}
 }
 
-func devNull(t *testing.T) int {
-	fd, err := unix.Open("/dev/null", unix.O_WRONLY|unix.O_CLOEXEC, 0)
-	testutil.Must(t, err)
-	return fd
-}
-
-// FuzzDifferences records one sequence of rules and makes a filter of another with a common prefix.
-func FuzzDifferences(f *testing.F) {
-	f.Add(uint64(1), uint8(10), uint8(5))
-	f.Add(uint64(2), uint8(3), uint8(3))
-	f.Fuzz(func(t *testing.T, seed uint64, length, same uint8) {
-		r := rand.New(rand.NewPCG(seed, 0))
-		random := func() step {
-			call, action := libseccomp.ScmpSyscall(r.IntN(330)), libseccomp.ActErrno.SetReturnCode(int16(r.IntN(3)+1))
-			var conditions []libseccomp.ScmpCondition
-			for index := range uint(r.IntN(4)) {
-				c, err := libseccomp.MakeCondition(index, libseccomp.ScmpCompareOp(1+r.IntN(6))+libseccomp.CompareNotEqual-1, r.Uint64N(4))
-				testutil.Must(t, err)
-				conditions = append(conditions, c)
-			}
-			return func(t *testing.T, f *libseccomp.ScmpFilter) {
-				_ = f.AddRuleConditional(call, action, conditions) // an impossible rule fails in both cases
-			}
-		}
-		var first, second []step
-		for range length % 32 {
-			first = append(first, random())
-		}
-		second = append(second, first[:min(int(same), len(first))]...)
-		for range r.IntN(8) {
-			second = append(second, random())
-		}
-		recording, err := record(func() { // it may be invalid
-			f, err := libseccomp.NewFilter(libseccomp.ActAllow)
-			testutil.Must(t, err)
-			defer f.Release()
-			for _, s := range first {
-				s(t, f)
-			}
-			_ = f.ExportBPF(os.Stdout)
-		})
-		if err != nil || recording == nil {
-			return
-		}
-		for _, steps := range [][]step{first, second} {
-			if want, got := program(t, nil, steps), program(t, recording, steps); !bytes.Equal(want, got) {
-				t.Errorf("libseccomp makes\n%x, with a recording\n%x", want, got)
-			}
-		}
-	})
-}
-
-// A function that takes a filter and is not wrapped would see a filter without rules.
+// A function that installs a filter and is not wrapped would install it in the launcher.
 func TestAllFunctionsAreWrapped(t *testing.T) {
-	harmless := []string{
-		"seccomp_arch_exist", "seccomp_attr_get", "seccomp_notify_fd", // they use no rules
-		"seccomp_rule_add", "seccomp_rule_add_exact", // variadic: Go cannot call them
-	}
 	header, err := os.ReadFile("/usr/include/seccomp.h")
 	testutil.Must(t, err)
 	source, err := os.ReadFile("libseccomp.go")
 	testutil.Must(t, err)
 	found := 0
-	for _, m := range regexp.MustCompile(`(?m)^[a-z][\w ]*?\**(seccomp_\w+)\(([^;]*)\);`).FindAllStringSubmatch(string(header), -1) {
-		name, params := m[1], m[2]
-		if name != "seccomp_init" && !strings.Contains(params, "scmp_filter_ctx") || slices.Contains(harmless, name) {
-			continue
-		}
+	for _, m := range regexp.MustCompile(`(?m)^[a-z][\w ]*?\**(seccomp_(?:load|export_bpf)\w*)\(`).FindAllStringSubmatch(string(header), -1) {
 		found++
-		if !regexp.MustCompile(`--wrap=` + name + `\b`).Match(source) {
-			t.Errorf("%s is not wrapped", name)
+		if !regexp.MustCompile(`--wrap=` + m[1] + `\b`).Match(source) {
+			t.Errorf("%s is not wrapped", m[1])
 		}
 	}
-	if found < 12 {
+	if found < 2 {
 		t.Errorf("only %d functions are found in the header", found)
 	}
 }
@@ -547,7 +417,7 @@ func BenchmarkCompile(b *testing.B) {
 	b.Run("table", func(b *testing.B) {
 		table := newTable(b)
 		for b.Loop() {
-			if _, err := table.recordingOf(profile); err != nil {
+			if _, err := table.filterOf(profile); err != nil {
 				b.Fatal(err)
 			}
 		}
@@ -562,7 +432,7 @@ func TestFiltersContainTheInstalledOne(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			want := installed(t, profile, nil)
+			want := installed(t, profile)
 			if !slices.ContainsFunc(got, func(filter []byte) bool { return bytes.Equal(filter, want) }) {
 				t.Errorf("%d filters, without that of the process of %d bytes", len(got), len(want))
 			}

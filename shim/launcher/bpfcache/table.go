@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Table holds the recordings of all launchers of a daemon. They inherit its memory from the daemon;
+// Table holds the filters of all launchers of a daemon. They inherit its memory from the daemon;
 // no other process can access it. It is not safe for concurrent use within a process.
 type Table struct{ f *os.File }
 
@@ -21,14 +21,14 @@ func NewTable(f *os.File) *Table { return &Table{f} }
 // writes the end last.
 //
 //	0  end of the last entry (uint64), 0 if there is none
-//	8  entries: key, length of the recording (uint64), recording
+//	8  entries: key, length of the filter (uint64), filter
 const (
 	tableHead = 8
 	entryHead = len(key{}) + 8
 	maxTable  = 1 << 20 // about 60 profiles like RuntimeDefault
 )
 
-// find returns the recording with the key, or nil if the table lacks it or is damaged.
+// find returns the encoded filter with the key, or nil if the table lacks it or is damaged.
 func (t *Table) find(k key) ([]byte, error) {
 	end, err := t.end()
 	if err != nil {
@@ -45,22 +45,22 @@ func (t *Table) find(k key) ([]byte, error) {
 			break // another launcher has emptied the table
 		}
 		if key(head[:len(k)]) == k {
-			return t.readRecording(at, size)
+			return t.readFilter(at, size)
 		}
 		at += int64(size)
 	}
 	return nil, nil
 }
 
-func (t *Table) readRecording(at int64, size uint64) ([]byte, error) {
-	recording := make([]byte, size)
-	if err := t.read(recording, at); err != nil {
+func (t *Table) readFilter(at int64, size uint64) ([]byte, error) {
+	encoded := make([]byte, size)
+	if err := t.read(encoded, at); err != nil {
 		return nil, err
 	}
-	if _, err := decode(recording); err != nil {
+	if _, err := decode(encoded); err != nil {
 		return nil, nil // another launcher has overwritten it
 	}
-	return recording, nil
+	return encoded, nil
 }
 
 // end returns the offset of the end of the last entry.
@@ -83,9 +83,9 @@ func (t *Table) read(b []byte, at int64) error {
 	return nil
 }
 
-// add adds a recording unless another launcher is writing. It empties a full table first.
-func (t *Table) add(k key, recording []byte) (err error) {
-	if len(recording) > maxTable/4 {
+// add adds an encoded filter unless another launcher is writing. It empties a full table first.
+func (t *Table) add(k key, encoded []byte) (err error) {
+	if len(encoded) > maxTable/4 {
 		return nil
 	}
 	locked, err := t.lock(unix.F_WRLCK)
@@ -103,14 +103,14 @@ func (t *Table) add(k key, recording []byte) (err error) {
 	if err != nil {
 		return err
 	}
-	if end+int64(entryHead+len(recording)) > maxTable {
+	if end+int64(entryHead+len(encoded)) > maxTable {
 		end = tableHead
 		if err := t.write(binary.NativeEndian.AppendUint64(nil, uint64(end)), 0); err != nil {
 			return err
 		}
 	}
-	entry := append(make([]byte, 0, entryHead+len(recording)), k[:]...)
-	entry = append(binary.NativeEndian.AppendUint64(entry, uint64(len(recording))), recording...)
+	entry := append(make([]byte, 0, entryHead+len(encoded)), k[:]...)
+	entry = append(binary.NativeEndian.AppendUint64(entry, uint64(len(encoded))), encoded...)
 	if err := t.write(entry, end); err != nil {
 		return err
 	}

@@ -2,16 +2,12 @@ package bpfcache
 
 import (
 	"bytes"
-	"encoding/binary"
-	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
 
-	"github.com/cespare/xxhash/v2"
 	"github.com/opencontainers/runc/libcontainer/configs"
 	"github.com/opencontainers/runtime-spec/specs-go"
-	"golang.org/x/sys/unix"
 )
 
 func newTable(tb testing.TB) *Table {
@@ -24,21 +20,21 @@ func newTable(tb testing.TB) *Table {
 	return NewTable(f)
 }
 
-// sample returns an encoded recording with this number of instructions.
+// sample returns an encoded filter with this number of instructions.
 func sample(instructions int) []byte {
-	return (&Recording{calls: []byte{kindInit, callSize - 1: 0}, program: bytes.Repeat([]byte("instruct"), instructions)}).encode()
+	return (&filter{program: bytes.Repeat([]byte("instruct"), instructions)}).encode()
 }
 
 func mustFind(t *testing.T, table *Table, n byte, want []byte) {
 	t.Helper()
 	if got, err := table.find(key{n}); err != nil || !bytes.Equal(got, want) {
-		t.Errorf("recording %d has %d bytes, want %d, %v", n, len(got), len(want), err)
+		t.Errorf("filter %d has %d bytes, want %d, %v", n, len(got), len(want), err)
 	}
 }
 
-func mustAdd(t *testing.T, table *Table, n byte, recording []byte) {
+func mustAdd(t *testing.T, table *Table, n byte, encoded []byte) {
 	t.Helper()
-	if err := table.add(key{n}, recording); err != nil {
+	if err := table.add(key{n}, encoded); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -123,7 +119,7 @@ func TestPartialEntryOfKilledLauncher(t *testing.T) {
 	}
 }
 
-// A lookup in a damaged table ends, and returns intact recordings only.
+// A lookup in a damaged table ends, and returns intact filters only.
 func TestDamagedTable(t *testing.T) {
 	whole := newTable(t)
 	mustAdd(t, whole, 1, sample(1))
@@ -142,50 +138,37 @@ func TestDamagedTable(t *testing.T) {
 			}
 			for k, want := range map[key][]byte{{1}: sample(1), {2}: sample(2)} {
 				if got, err := table.find(k); err != nil || got != nil && !bytes.Equal(got, want) {
-					t.Errorf("byte %d ^ %#x: recording %d = %x, %v", i, flip, k[0], got, err)
+					t.Errorf("byte %d ^ %#x: filter %d = %x, %v", i, flip, k[0], got, err)
 				}
 			}
 		}
 	}
 }
 
-func TestDecodeRecording(t *testing.T) {
-	rule := func(args int) []byte {
-		return append([]byte{kindRule, 16: byte(args), callSize - 1: 0}, make([]byte, args*argSize)...)
-	}
-	start := []byte{kindInit, callSize - 1: 0}
-	arch := []byte{kindArch, callSize - 1: 0}
+func TestDecode(t *testing.T) {
 	program := make([]byte, instructionSize)
-	join := func(parts ...[]byte) []byte { return bytes.Join(parts, nil) }
-	for _, c := range []struct {
-		name      string
-		recording Recording
-		ok        bool
+	for name, c := range map[string]struct {
+		filter filter
+		ok     bool
 	}{
-		{"smallest", Recording{start, program}, true},
-		{"settings and rules", Recording{join(start, arch, rule(0), rule(maxArgs), rule(1)), program}, true},
-		{"no calls", Recording{nil, program}, false},
-		{"no beginning", Recording{rule(0), program}, false},
-		{"two beginnings", Recording{join(start, start), program}, false},
-		{"setting after a rule", Recording{join(start, rule(0), arch), program}, false},
-		{"unknown call", Recording{join(start, []byte{kindRule + 1, callSize - 1: 0}), program}, false},
-		{"too many arguments", Recording{join(start, rule(maxArgs+1)), program}, false},
-		{"arguments of a setting", Recording{join(start, []byte{kindArch, 16: 1, callSize - 1: 0}, make([]byte, argSize)), program}, false},
-		{"half a call", Recording{start[:callSize-1], program}, false},
-		{"half an argument", Recording{join(start, rule(1)[:callSize+argSize-1]), program}, false},
-		{"no program", Recording{start, nil}, false},
-		{"half an instruction", Recording{start, program[1:]}, false},
-		{"longer than the kernel takes", Recording{start, make([]byte, (maxInstructions+1)*instructionSize)}, false},
+		"smallest":                     {filter{0, 0, program}, true},
+		"patch and flags":              {filter{6, instructionSize, append(program, program...)}, true},
+		"patch only":                   {filter{0, instructionSize, program}, false},
+		"half a patch":                 {filter{0, 1, append(program, program...)}, false},
+		"no program":                   {filter{}, false},
+		"half an instruction":          {filter{0, 0, program[1:]}, false},
+		"longer than the kernel takes": {filter{0, 0, make([]byte, (maxInstructions+1)*instructionSize)}, false},
 	} {
-		t.Run(c.name, func(t *testing.T) {
-			if m, err := decode(c.recording.encode()); (err == nil) != c.ok || c.ok && (!bytes.Equal(m.calls, c.recording.calls) || !bytes.Equal(m.program, c.recording.program)) {
-				t.Errorf("decode = %+v, %v", m, err)
+		t.Run(name, func(t *testing.T) {
+			f, err := decode(c.filter.encode())
+			if (err == nil) != c.ok || c.ok && (f.flags != c.filter.flags || f.patch != c.filter.patch || !bytes.Equal(f.program, c.filter.program)) {
+				t.Errorf("decode = %+v, %v", f, err)
 			}
 		})
 	}
 }
 
-func TestDamagedRecordingIsRefused(t *testing.T) {
+func TestDamagedFilterIsRefused(t *testing.T) {
 	good := sample(2)
 	for n := range good {
 		if _, err := decode(good[:n]); err == nil {
@@ -194,80 +177,7 @@ func TestDamagedRecordingIsRefused(t *testing.T) {
 		bad := bytes.Clone(good)
 		bad[n] ^= 4
 		if _, err := decode(bad); err == nil {
-			t.Errorf("decode accepts a recording with byte %d changed", n)
+			t.Errorf("decode accepts a filter with byte %d changed", n)
 		}
 	}
-}
-
-func TestSealed(t *testing.T) {
-	f, err := sealed(sample(1))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	again, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", f.Fd()), os.O_RDWR, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer again.Close()
-	for name, err := range map[string]error{
-		"write":    func() error { _, err := again.WriteAt([]byte{1}, 0); return err }(),
-		"append":   func() error { _, err := again.WriteAt([]byte{1}, int64(len(sample(1)))); return err }(),
-		"truncate": again.Truncate(1),
-		"mmap": func() error {
-			_, err := unix.Mmap(int(again.Fd()), 0, 8, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
-			return err
-		}(),
-	} {
-		if err == nil {
-			t.Errorf("%s changes sealed memory", name)
-		}
-	}
-}
-
-// A page that a pipe holds cannot be sealed. That is no error: init compiles then.
-func TestHeldPageIsNotSealed(t *testing.T) {
-	fd, err := unix.MemfdCreate("seccomp", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
-	if err != nil {
-		t.Fatal(err)
-	}
-	f := os.NewFile(uintptr(fd), "seccomp")
-	if _, err := f.Write(make([]byte, os.Getpagesize())); err != nil {
-		t.Fatal(err)
-	}
-	r, w, err := os.Pipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer r.Close()
-	defer w.Close()
-	if n, err := unix.Splice(fd, new(int64), int(w.Fd()), nil, os.Getpagesize(), 0); n != int64(os.Getpagesize()) || err != nil {
-		t.Fatalf("splice: %d, %v", n, err)
-	}
-	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, unix.F_SEAL_WRITE); err != unix.EBUSY {
-		t.Skipf("a page in a pipe can be sealed: %v", err)
-	}
-	if got, err := seal(f); got != nil || err != nil {
-		t.Errorf("seal = %v, %v", got, err)
-	}
-	if err := f.Close(); err == nil {
-		t.Error("the file is still open")
-	}
-}
-
-// FuzzDecodeRecording checks that accepted data encode to the same bytes.
-func FuzzDecodeRecording(f *testing.F) {
-	f.Add(sample(1))
-	f.Add((&Recording{calls: append([]byte{kindInit, callSize - 1: 0}, []byte{kindRule, 16: 1, callSize + argSize - 1: 0}...), program: make([]byte, 16)}).encode())
-	f.Fuzz(func(t *testing.T, data []byte) {
-		// Set the right checksum, which the fuzzer would not find.
-		if len(data) >= headerSize {
-			data = bytes.Clone(data)
-			binary.NativeEndian.PutUint64(data[16:], xxhash.Sum64(data[headerSize:]))
-		}
-		m, err := decode(data)
-		if err == nil && !bytes.Equal(m.encode(), data) {
-			t.Errorf("%x is read as %+v", data, m)
-		}
-	})
 }
