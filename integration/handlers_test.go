@@ -160,6 +160,36 @@ func TestCrun(t *testing.T) {
 	})
 }
 
+// The configuration's defaults for all containers, pauses and a runtime.
+func TestNodeDefaults(t *testing.T) {
+	dir := t.TempDir()
+	profile := filepath.Join(dir, "seccomp.json")
+	harness.Must(t, os.WriteFile(profile, []byte(`{"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": ["mkdir", "mkdirat"], "action": "SCMP_ACT_ERRNO"}]}`), 0o600))
+	d := harness.StartDaemon(t, harness.WithConfig(
+		`container.default_env = ["PROXY=http://proxy"]`,
+		`container.default_ulimits = ["nofile=100:200", "core=0"]`,
+		fmt.Sprintf(`container.seccomp_profile = %q`, profile),
+		`container.pause_cpus = "0"`,
+	), harness.WithHandler("crun", harness.Crun(t)), harness.WithConfig(`annotations = ["run.oci.*"]`))
+	pod := d.RunPod(t, harness.HostNetwork)
+	harness.Equal(t, "CPUs of the pause", machine.StatusField(t, pod.PausePID(t), "Cpus_allowed_list"), "0")
+	c := pod.Run(t, harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+		s.Seccomp = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault}
+	}))
+	harness.Equal(t, "environment and limits", c.Exec(t, "sh", "-c", "echo $PROXY $(ulimit -n) $(ulimit -Hn) $(ulimit -c)"),
+		"http://proxy 100 200 0")
+	if _, stderr, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"mkdir", "/tmp/x"}, 0); harness.ExitCode(err) != 1 {
+		t.Errorf("mkdir under the node's profile: %v %s", err, stderr)
+	}
+	other := runPodWith(t, d, "crun", harness.HostNetwork, func(c *runtimeapi.PodSandboxConfig) { c.Annotations["run.oci.pod"] = "1" })
+	in := other.Run(t, func(c *runtimeapi.ContainerConfig) { c.Annotations["run.oci.container"], c.Annotations["a"] = "2", "3" })
+	var spec struct{ Annotations map[string]string }
+	harness.Must(t, json.Unmarshal(harness.Get(os.ReadFile(filepath.Join(d.State, "c", in.Id, "config.json")))(t), &spec))
+	if spec.Annotations["run.oci.pod"] != "1" || spec.Annotations["run.oci.container"] != "2" || spec.Annotations["a"] != "" {
+		t.Errorf("the runtime got %v", spec.Annotations)
+	}
+}
+
 // berth makes a pod's user namespace. An OCI runtime that supports user namespaces joins it.
 func TestCrunUserNamespace(t *testing.T) {
 	const base = 5 * usernsLength

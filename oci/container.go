@@ -1,6 +1,8 @@
 package oci
 
 import (
+	"slices"
+
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -75,6 +77,7 @@ func setProcess(in ContainerInput, spec *specs.Spec) error {
 		Cwd:         cwd,
 		User:        in.User.Spec(),
 		OOMScoreAdj: &score,
+		Rlimits:     slices.Clone(in.Defaults.Rlimits),
 	}
 	return nil
 }
@@ -103,7 +106,7 @@ func setSecurity(in ContainerInput, spec *specs.Spec) error {
 	}
 	//nolint:staticcheck // deprecated, but old clients send it
 	seccomp := confine.NewProfile(sc.GetSeccomp(), sc.GetSeccompProfilePath())
-	if err := confine.SetSeccomp(seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
+	if err := confine.SetSeccomp(seccomp, in.Defaults.Seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
 		return err
 	}
 	apparmor := confine.AppArmorProfile(sc.GetApparmor(), sc.GetApparmorProfile()) //nolint:staticcheck // as above

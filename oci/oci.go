@@ -32,6 +32,7 @@ package oci
 
 import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/host"
@@ -101,6 +102,14 @@ type ContainerInput struct {
 	// DeviceOwnership sets the owner of Config's devices to run_as_user and run_as_group, so that a
 	// process without root privileges can use them.
 	DeviceOwnership bool
+	Defaults        Defaults
+}
+
+// Defaults apply to all containers of the node.
+type Defaults struct {
+	Env     []string // NAME=VALUE; the image's and the CRI config's replace them
+	Rlimits []specs.POSIXRlimit
+	Seccomp confine.SeccompDefaults
 }
 
 // SandboxInput is the input of SandboxSpec.
@@ -112,6 +121,8 @@ type SandboxInput struct {
 	Host          Host
 	Files         Files
 	SystemdCgroup bool
+	Seccomp       confine.SeccompDefaults
+	CPUs          string // where the pause runs; empty: on all
 }
 
 // PausePath is the path of the embedded pause in its root filesystem.

@@ -72,11 +72,15 @@ func (e *environment) get(key string) string {
 	return e.vars[i][len(key)+1:]
 }
 
-// processEnv returns the environment: berth's variables, then the image's, then the CRI config's.
+// processEnv returns the environment: berth's variables, the node's, the image's, the CRI config's.
 // Later ones win.
 func processEnv(in ContainerInput) ([]string, error) {
 	var e environment
 	setDefaults(&e, in)
+	for _, kv := range in.Defaults.Env {
+		name, value, _ := strings.Cut(kv, "=")
+		e.set(name, value)
+	}
 	if err := e.addImage(in.Image.Env); err != nil {
 		return nil, err
 	}

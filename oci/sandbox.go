@@ -134,7 +134,7 @@ func setSandboxCgroup(in SandboxInput, spec *specs.Spec) (err error) {
 	}
 	shares := uint64(sandboxCPUShares)
 	spec.Linux.Resources = &specs.LinuxResources{
-		CPU:     &specs.LinuxCPU{Shares: &shares},
+		CPU:     &specs.LinuxCPU{Shares: &shares, Cpus: in.CPUs},
 		Devices: []specs.LinuxDeviceCgroup{{Allow: false, Access: "rwm"}},
 	}
 	return nil
@@ -147,7 +147,7 @@ func setSandboxSecurity(in SandboxInput, spec *specs.Spec) (err error) {
 	}
 	//nolint:staticcheck // deprecated, but old clients send it
 	seccomp := confine.NewProfile(sc.GetSeccomp(), sc.GetSeccompProfilePath())
-	if err := confine.SetSeccomp(seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
+	if err := confine.SetSeccomp(seccomp, in.Seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
 		return err
 	}
 	profile := confine.AppArmorProfile(sc.GetApparmor(), "")

@@ -62,6 +62,8 @@ type Config struct {
 	Verifier       string                    // path of berth-verify; empty: there is none
 	Unpacker       runtime.Unpacker          // berth-unpack
 	OwnDevices     bool                      // devices belong to the user and group of the security context
+	Defaults       oci.Defaults              // of all containers
+	PauseCPUs      string                    // CPUs of pauses; empty: all
 	LayersLost     bool                      // containers on layers that are still incomplete read zeros: they are killed
 	Waits          *task.Waits               // lists the waits of operations
 	Observer       Observer                  // nil: none
@@ -271,6 +273,8 @@ func newLauncher(
 			Dirs:          p.dirs,
 			SystemdCgroup: cfg.SystemdCgroup,
 			OwnDevices:    cfg.OwnDevices,
+			Defaults:      cfg.Defaults,
+			PauseCPUs:     cfg.PauseCPUs,
 		},
 		Roots:      roots,
 		Users:      new(runtime.Users),

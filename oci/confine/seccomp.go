@@ -82,12 +82,23 @@ func (r Profile) check(field string) error {
 	return nil
 }
 
+// SeccompDefaults are the node's choices for requests that leave them to it.
+type SeccompDefaults struct {
+	File  string // profile of RuntimeDefault; empty: the built-in one
+	Unset bool   // RuntimeDefault applies without a request, too
+}
+
 // SetSeccomp sets the requested filter. Without a request it sets no filter, because the CRI
-// specifies that. The default profile depends on the capabilities in spec, and on the running
-// kernel and architecture.
-func SetSeccomp(r Profile, privileged bool, facts host.Facts, files Files, spec *specs.Spec) (err error) {
+// specifies that, unless the node's default is another. The built-in profile depends on the
+// capabilities in spec, and on the running kernel and architecture.
+func SetSeccomp(
+	r Profile, defaults SeccompDefaults, privileged bool, facts host.Facts, files Files, spec *specs.Spec,
+) (err error) {
 	if err := r.check("seccomp"); err != nil {
 		return err
+	}
+	if !r.set && defaults.Unset {
+		r.kind = runtimeapi.SecurityProfile_RuntimeDefault
 	}
 	if privileged || r.kind == runtimeapi.SecurityProfile_Unconfined {
 		return nil
@@ -96,6 +107,10 @@ func SetSeccomp(r Profile, privileged bool, facts host.Facts, files Files, spec 
 		return errdefs.FailedPrecondition("seccomp: profile %s requested, but the kernel has no seccomp filters", r.kind)
 	}
 	if r.kind == runtimeapi.SecurityProfile_RuntimeDefault {
+		if defaults.File != "" {
+			spec.Linux.Seccomp, err = nodeProfile(defaults.File, files, spec)
+			return err
+		}
 		if spec.Linux.Seccomp, err = seccomp.GetDefaultProfile(spec); err != nil {
 			return errdefs.Internal("seccomp: default profile: %w", err)
 		}
@@ -124,6 +139,21 @@ func localhostProfile(ref string, files Files, spec *specs.Spec) (*specs.LinuxSe
 		return nil, errdefs.InvalidArgument("seccomp: localhost profile %s: %w", ref, err)
 	}
 	return profile, nil
+}
+
+// nodeProfile reads the profile that the node has for RuntimeDefault. No request can mend it.
+func nodeProfile(path string, files Files, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
+	profile, err := localhostProfile(path, files, spec)
+	if err != nil {
+		return nil, errdefs.FailedPrecondition("the node's default profile: %v", err)
+	}
+	return profile, nil
+}
+
+// CheckProfileFile returns why a file cannot be the node's profile for RuntimeDefault.
+func CheckProfileFile(path string, files Files) error {
+	_, err := nodeProfile(path, files, &specs.Spec{Process: &specs.Process{Capabilities: &specs.LinuxCapabilities{}}})
+	return err
 }
 
 // parseProfile reads a profile in Docker's JSON form, a superset of the runtime-spec's, and

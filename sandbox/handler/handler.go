@@ -15,6 +15,7 @@ import (
 	"maps"
 	"os"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -30,10 +31,13 @@ import (
 type Config struct {
 	Path string   // binary of an OCI runtime; empty: the built-in runtime
 	Args []string // global options, before the command
+	// Annotations are the names of annotations that pods and containers pass to the runtime; "*"
+	// stands for any characters.
+	Annotations []string
 }
 
 func (c Config) equal(other Config) bool {
-	return c.Path == other.Path && slices.Equal(c.Args, other.Args)
+	return c.Path == other.Path && slices.Equal(c.Args, other.Args) && slices.Equal(c.Annotations, other.Annotations)
 }
 
 // Info describes a runtime handler.
@@ -197,6 +201,8 @@ type Runtime struct {
 	ociruntime.Runtime
 	RecursiveReadOnly bool `json:"recursiveReadOnly,omitempty"`
 	IDMappedMounts    bool `json:"idMappedMounts,omitempty"`
+	// Annotations are those of Config.
+	Annotations []string `json:"annotations,omitempty"`
 }
 
 // Program returns the runtime to execute, nil for libcontainer.
@@ -233,12 +239,12 @@ func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userN
 		Runtime: ociruntime.Runtime{Path: h.config.Path, Args: h.config.Args, Root: root,
 			SystemdCgroup: systemdCgroup, Sandboxed: can.Sandboxed, SubCgroups: can.SubCgroups,
 			Version: can.Version},
-		RecursiveReadOnly: can.RecursiveReadOnly, IDMappedMounts: can.UserNamespaces,
+		RecursiveReadOnly: can.RecursiveReadOnly, IDMappedMounts: can.UserNamespaces, Annotations: h.config.Annotations,
 	}, nil
 }
 
 // Runtimes with one sandbox per pod distinguish the pause from other containers by containerd's
-// annotations. No other annotations reach a runtime.
+// annotations. Other annotations reach a runtime only if its configuration lists them.
 const (
 	containerTypeAnnotation = "io.kubernetes.cri.container-type"
 	sandboxIDAnnotation     = "io.kubernetes.cri.sandbox-id"
@@ -248,18 +254,53 @@ const (
 	crunSubgroupAnnotation = "run.oci.systemd.subgroup"
 )
 
-// Annotate adds the annotations by which a runtime binary finds the pod of a spec. kind is
+// Annotate adds the annotations that a runtime binary gets: those of requested that its
+// configuration lists, where later maps win, and those by which it finds the pod of a spec. kind is
 // "sandbox" for a pause and "container" otherwise. name is that of a container. A nil Runtime
 // (libcontainer) adds none.
-func (r *Runtime) Annotate(spec *specs.Spec, kind, podID, name string) {
+func (r *Runtime) Annotate(spec *specs.Spec, kind, podID, name string, requested ...map[string]string) {
 	if r == nil {
 		return
 	}
-	spec.Annotations = map[string]string{containerTypeAnnotation: kind, sandboxIDAnnotation: podID}
+	spec.Annotations = map[string]string{}
+	for _, all := range requested {
+		for key, value := range all {
+			if r.passes(key) {
+				spec.Annotations[key] = value
+			}
+		}
+	}
+	spec.Annotations[containerTypeAnnotation], spec.Annotations[sandboxIDAnnotation] = kind, podID
 	if name != "" && r.Sandboxed {
 		spec.Annotations[containerNameAnnotation] = name
 	}
 	if r.SystemdCgroup {
 		spec.Annotations[crunSubgroupAnnotation] = ""
 	}
+}
+
+// ownAnnotations begins the names by which a runtime finds the pod of a container. A request cannot
+// set them.
+const ownAnnotations = "io.kubernetes.cri."
+
+// passes reports whether the configuration lists an annotation.
+func (r *Runtime) passes(key string) bool {
+	return !strings.HasPrefix(key, ownAnnotations) && key != crunSubgroupAnnotation &&
+		slices.ContainsFunc(r.Annotations, func(pattern string) bool { return matches(pattern, key) })
+}
+
+// matches reports whether text has the pattern's form; "*" stands for any characters.
+func matches(pattern, text string) bool {
+	parts := strings.Split(pattern, "*")
+	rest, ok := strings.CutPrefix(text, parts[0])
+	if !ok || len(parts) == 1 {
+		return ok && rest == ""
+	}
+	last := len(parts) - 1
+	for _, part := range parts[1:last] {
+		if _, rest, ok = strings.Cut(rest, part); !ok {
+			return false
+		}
+	}
+	return strings.HasSuffix(rest, parts[last])
 }

@@ -3,6 +3,7 @@ package handler
 import (
 	"fmt"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -132,6 +133,27 @@ func TestAnnotate(t *testing.T) {
 				t.Errorf("annotations %v", spec.Annotations)
 			}
 		})
+	}
+}
+
+// Annotations of a request reach a binary if its configuration lists them. None of them replaces
+// berth's own.
+func TestAnnotateRequested(t *testing.T) {
+	t.Parallel()
+	r := &Runtime{Annotations: []string{"a.example/x", "io.kubernetes.*", "*/mid*dle", "run.oci.*"}}
+	pod := map[string]string{"a.example/x": "pod", "a.example/xy": "1", "io.kubernetes.cri.sandbox-id": "other",
+		"io.kubernetes.cri.container-name": "other", "run.oci.systemd.subgroup": "x", "io.kubernetes.pod": "p"}
+	container := map[string]string{"a.example/x": "container", "b/mid-and-dle": "2", "mid-dle": "3", "b/middle-": "4"}
+	spec := &specs.Spec{}
+	r.Annotate(spec, "container", "p", "app", pod, container)
+	want := map[string]string{"a.example/x": "container", "io.kubernetes.cri.sandbox-id": "p", "io.kubernetes.cri.container-type": "container",
+		"io.kubernetes.pod": "p", "b/mid-and-dle": "2"}
+	if !maps.Equal(spec.Annotations, want) {
+		t.Errorf("annotations %v, want %v", spec.Annotations, want)
+	}
+	(&Runtime{}).Annotate(spec, "container", "p", "app", pod, container)
+	if len(spec.Annotations) != 2 {
+		t.Errorf("without a list: %v", spec.Annotations)
 	}
 }
 

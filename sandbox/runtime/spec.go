@@ -23,17 +23,19 @@ type Node struct {
 	Dirs          state.Dirs
 	SystemdCgroup bool
 	OwnDevices    bool // devices belong to the user and group of the security context
+	Defaults      oci.Defaults
+	PauseCPUs     string // CPUs of pauses; empty: all
 }
 
 // Pause returns the runtime-spec of a pod's pause. image is the config of the pause image, nil for
 // the embedded pause.
 func (n Node) Pause(p *state.Pod, user users.User, image *ocispec.ImageConfig) (*specs.Spec, error) {
 	spec, err := oci.SandboxSpec(oci.SandboxInput{Pod: n.pod(p), Labels: p.Labels, Host: n.facts(p), Files: host.Files{},
-		SystemdCgroup: n.SystemdCgroup, User: user, Image: image})
+		SystemdCgroup: n.SystemdCgroup, User: user, Image: image, Seccomp: n.Defaults.Seccomp, CPUs: n.PauseCPUs})
 	if err != nil {
 		return nil, err
 	}
-	p.Runtime.Annotate(spec, "sandbox", p.ID, "")
+	p.Runtime.Annotate(spec, "sandbox", p.ID, "", p.Config.GetAnnotations())
 	return spec, nil
 }
 
@@ -53,12 +55,13 @@ func (n Node) Container(
 	spec, err := oci.ContainerSpec(oci.ContainerInput{
 		ID: c.ID, Pod: n.pod(p), Config: c.Config, Image: &c.Image.Config, User: c.User, Labels: c.Labels, Host: facts,
 		SystemdCgroup: n.SystemdCgroup, TargetPIDNS: targetPIDNS, Resources: c.Resources, Files: host.Files{},
-		ImageVolumes: volumes, DeviceOwnership: n.OwnDevices,
+		ImageVolumes: volumes, DeviceOwnership: n.OwnDevices, Defaults: n.Defaults,
 	})
 	if err != nil {
 		return nil, err
 	}
-	p.Runtime.Annotate(spec, "container", p.ID, c.Config.GetMetadata().GetName())
+	p.Runtime.Annotate(spec, "container", p.ID, c.Config.GetMetadata().GetName(),
+		p.Config.GetAnnotations(), c.Config.GetAnnotations())
 	c.Limits.AddTo(spec.Linux.Resources)
 	names := cdiDevices(c.Config)
 	if err := n.CDI.Inject(spec, names); err != nil {

@@ -52,6 +52,12 @@ type Config struct {
 	ShimPath      string   `key:"container.shim_path" old:"shim_path" path:"optional" doc:"Path of the program berth-shim. Empty: beside the program berth, else in PATH."`
 	StatsPeriod   Duration `key:"container.stats_period" old:"stats_period" default:"10s" min:"100ms" doc:"Interval for counting a container's writable layer and open files. Slow counts run less often. If no client asks for the figures of a container, its interval is 30 times as long. All other statistics are read on request."`
 
+	DefaultEnv     []string `key:"container.default_env" doc:"Environment variables of all containers, in the form NAME=VALUE. Variables of images and pods replace them."`
+	DefaultUlimits []string `key:"container.default_ulimits" doc:"Resource limits of all containers, in the form NAME=SOFT:HARD, such as nofile=1024:65536. -1 is unlimited. Limits that are not listed are the daemon's own."`
+	DefaultSeccomp string   `key:"container.seccomp_profile" path:"optional" doc:"File with the seccomp profile of pods that request RuntimeDefault. It is read for each container. Empty: the built-in profile."`
+	UnsetSeccomp   string   `key:"container.unset_seccomp_profile" default:"unconfined" oneof:"unconfined,runtime/default" doc:"Seccomp profile of containers whose request has none. kubelet always requests one."`
+	PauseCPUs      string   `key:"container.pause_cpus" doc:"CPUs on which pause containers run, such as 0-1,4. Empty: all."`
+
 	MaxExecs          int `key:"exec.max" old:"max_execs" default:"512" min:"1" doc:"Maximum number of commands that run in containers at the same time, probes and exec sessions together. A quarter is reserved for probes and hooks. Each needs a process with some MB of memory in berth's cgroup. Further commands fail with ResourceExhausted."`
 	MaxContainerExecs int `key:"exec.max_per_container" old:"max_container_execs" default:"128" min:"1" doc:"Maximum number of commands that run in one container at the same time."`
 
@@ -155,8 +161,9 @@ type Config struct {
 
 // Handler is one of the tables [handlers.NAME].
 type Handler struct {
-	Path string   `key:"path" path:"optional" example:"\"/usr/bin/crun\"" doc:"OCI runtime with runc's command line, such as crun or gVisor's runsc. Its features are read with the command features. Empty: the built-in runtime."`
-	Args []string `key:"args" example:"[\"--debug\"]" doc:"Options in front of every command. berth adds --root, --log, --log-format and --systemd-cgroup by itself."`
+	Path        string   `key:"path" path:"optional" example:"\"/usr/bin/crun\"" doc:"OCI runtime with runc's command line, such as crun or gVisor's runsc. Its features are read with the command features. Empty: the built-in runtime."`
+	Annotations []string `key:"annotations" example:"[\"io.katacontainers.*\"]" doc:"Names of annotations of pods and containers that the runtime gets; * stands for any characters. Without a list it gets none. Some annotations change what a container may do."`
+	Args        []string `key:"args" example:"[\"--debug\"]" doc:"Options in front of every command. berth adds --root, --log, --log-format and --systemd-cgroup by itself."`
 }
 
 // BuiltinHandler is the name of the built-in runtime handler.

@@ -29,6 +29,7 @@ func (c *Config) validate(where func(key string) string) error {
 		all = append(all, t.check(c, where)...)
 	}
 	all = append(all, c.checkHandlers(where)...)
+	all = append(all, c.checkDefaults(where)...)
 	if len(all) == 0 && overlap(c.Root, c.State) {
 		all = append(all,
 			fmt.Errorf("root %s and state %s must be separate directories, neither inside the other", c.Root, c.State))
@@ -98,6 +99,9 @@ func (c *Config) checkHandlers(where func(key string) string) []error {
 			)
 		case h.Path == "" && len(h.Args) > 0:
 			all = append(all, fmt.Errorf("%s: the built-in runtime takes no options; is a path missing?", where(key+".args")))
+		case h.Path == "" && len(h.Annotations) > 0:
+			all = append(all, fmt.Errorf("%s: the built-in runtime takes no annotations; is a path missing?",
+				where(key+".annotations")))
 		}
 	}
 	if _, ok := c.Handlers[c.DefaultHandler]; !ok && c.DefaultHandler != BuiltinHandler {

@@ -18,7 +18,9 @@ import (
 	"berth/image"
 	"berth/image/registry"
 	"berth/image/trust"
+	"berth/internal/host"
 	"berth/internal/nri"
+	"berth/oci/confine"
 	"berth/sandbox"
 )
 
@@ -150,7 +152,18 @@ func (r *reloader) apply(ctx context.Context) error {
 // starts, but Check reports them, too. It changes nothing.
 func Check(cfg *config.Config) error {
 	_, network := node.NetworkConfig(cfg, nil)
-	return errors.Join(imageSettings(cfg).Check(), network, checkPeers(cfg))
+	return errors.Join(imageSettings(cfg).Check(), network, checkPeers(cfg), checkSeccomp(cfg))
+}
+
+// checkSeccomp refuses a seccomp profile of the node that no container could use.
+func checkSeccomp(cfg *config.Config) error {
+	if cfg.DefaultSeccomp == "" {
+		return nil
+	}
+	if err := confine.CheckProfileFile(cfg.DefaultSeccomp, host.Files{}); err != nil {
+		return fmt.Errorf("container.seccomp_profile: %w", err)
+	}
+	return nil
 }
 
 // logLevel returns the lowest level of logged messages.

@@ -40,6 +40,8 @@ import (
 	"berth/internal/nri"
 	"berth/internal/task"
 	"berth/internal/version"
+	"berth/oci"
+	"berth/oci/confine"
 	"berth/sandbox"
 	"berth/sandbox/handler"
 	"berth/sandbox/stream"
@@ -178,6 +180,9 @@ type parts struct {
 
 // openParts opens the parts in the order of their dependencies.
 func (a *assembly) openParts(ctx context.Context, n *node.Node, budget memory.Budget) (p parts, err error) {
+	if err := checkSeccomp(a.cfg); err != nil {
+		return p, err
+	}
 	if p.images, err = a.openImages(ctx, n, budget); err != nil {
 		return p, err
 	}
@@ -529,6 +534,8 @@ func sandboxConfig(cfg *config.Config, n *node.Node, waits *task.Waits, log *slo
 		Host:       n.Facts,
 		CDI:        cfg.CDISpecDirs,
 		OwnDevices: cfg.DeviceOwnership,
+		Defaults:   containerDefaults(cfg),
+		PauseCPUs:  cfg.PauseCPUs,
 
 		CRIU:          cfg.CheckpointCRIU,
 		TrustRestores: cfg.CheckpointRestore == "trusted",
@@ -540,10 +547,19 @@ func sandboxConfig(cfg *config.Config, n *node.Node, waits *task.Waits, log *slo
 	}
 }
 
+// containerDefaults returns the options about all containers of a valid configuration.
+func containerDefaults(cfg *config.Config) oci.Defaults {
+	limits, _ := cfg.Rlimits() // they have been validated
+	return oci.Defaults{
+		Env: cfg.DefaultEnv, Rlimits: limits,
+		Seccomp: confine.SeccompDefaults{File: cfg.DefaultSeccomp, Unset: cfg.UnsetSeccomp == "runtime/default"},
+	}
+}
+
 func handlers(cfg *config.Config) map[string]handler.Config {
 	all := map[string]handler.Config{}
 	for name, h := range cfg.Handlers {
-		all[name] = handler.Config{Path: h.Path, Args: h.Args}
+		all[name] = handler.Config{Path: h.Path, Args: h.Args, Annotations: h.Annotations}
 	}
 	return all
 }
