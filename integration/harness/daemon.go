@@ -53,6 +53,8 @@ type Daemon struct {
 	starter []string // command that starts the daemon; empty: the test itself
 	byUnit  bool     // systemd starts the daemon
 
+	dirsInConfig bool // root and state are in the configuration file, not flags
+
 	Cmd     *exec.Cmd
 	exited  chan struct{} // closed after cmd.Wait
 	Cri     internalapi.RuntimeService
@@ -303,8 +305,19 @@ func (d *Daemon) Command(args ...string) *exec.Cmd {
 }
 
 func (d *Daemon) ServeCommand() *exec.Cmd {
-	return d.Command("serve", "--config", d.ConfigFile(), "--listen", d.Socket, "--root", d.Root, "--state", d.State,
-		"--cni-conf-dir", d.ConfDir, "--cni-bin-dir", strings.Join(d.BinDirs, ","), "--registry-dir", d.certs, "--cgroup-driver", cgroupDriver(), "--log-level", "debug")
+	args := []string{"serve", "--config", d.ConfigFile(), "--listen", d.Socket, "--cni-conf-dir", d.ConfDir,
+		"--cni-bin-dir", strings.Join(d.BinDirs, ","), "--registry-dir", d.certs, "--cgroup-driver", cgroupDriver(), "--log-level", "debug"}
+	if !d.dirsInConfig {
+		args = append(args, "--root", d.Root, "--state", d.State)
+	}
+	return d.Command(args...)
+}
+
+// WithDirectoriesInConfig sets root and state in the configuration file instead of by flags, so that
+// a reload can change them.
+func WithDirectoriesInConfig(t *testing.T, d *Daemon) {
+	d.dirsInConfig = true
+	WithConfig(fmt.Sprintf("root = %q\nstate = %q", d.Root, d.State))(t, d)
 }
 
 // Start starts the daemon and waits until it answers.

@@ -36,11 +36,12 @@ var (
 		{regexp.MustCompile(`^/images/partial/blobs/`), exactly, inside},
 		{regexp.MustCompile(`^/network/`), reserved, func(string, string, *unix.Stat_t) (string, error) { return "", nil }},
 		{regexp.MustCompile(`\.record$`), normalized, recorded},
+		{regexp.MustCompile(`^/identity$`), normalized, sized}, // random content
 		{regexp.MustCompile(``), normalized, normalizedText},
 	}
 	statePlaces = []place{
 		{regexp.MustCompile(`^/c/[^/]+/exit$`), normalized, exited},
-		{regexp.MustCompile(`^/run-id$`), normalized, sized}, // random content
+		{regexp.MustCompile(`^/(run-id|identity)$`), normalized, sized}, // random content
 		{regexp.MustCompile(``), normalized, normalizedText},
 	}
 	logPlaces = []place{{regexp.MustCompile(``), normalized, logged}}

@@ -68,6 +68,16 @@ func processTree() (map[int][]int, error) {
 	return children, nil
 }
 
+// IsChild reports whether pid is a child of parent that has not ended.
+func IsChild(pid, parent int) bool {
+	stat, err := readStat(pid)
+	if err != nil {
+		return false
+	}
+	fields := fieldsAfterName(stat)
+	return len(fields) > 1 && string(fields[0]) != "Z" && string(fields[1]) == strconv.Itoa(parent)
+}
+
 // parentOf reads field 4 of /proc/PID/stat. Field 2 may contain any bytes and ends with the last
 // parenthesis.
 func parentOf(pid string) (int, bool) {

@@ -78,19 +78,25 @@ func (d Dirs) OpenRun() (Run, error) {
 
 // writeRun writes the ID file atomically.
 func (d Dirs) writeRun(run Run) error {
-	content, draft := run.ID+"\n", d.RunID()+".tmp"
+	content := run.ID + "\n"
 	if run.Adopted {
 		content = run.ID + " " + adopted + "\n"
 	}
-	failpoint.Reach("layout.write-run-id")
-	err := os.WriteFile(draft, []byte(content), 0o600)
-	failpoint.Reach("layout.run-id-written")
+	return replaceFile(d.RunID(), []byte(content))
+}
+
+// replaceFile writes a file atomically.
+func replaceFile(path string, content []byte) error {
+	draft := path + ".tmp"
+	failpoint.Reach("layout.write-file")
+	err := os.WriteFile(draft, content, 0o600)
+	failpoint.Reach("layout.file-written")
 	if err != nil {
 		return err
 	}
-	failpoint.Reach("layout.place-run-id")
-	err = os.Rename(draft, d.RunID())
-	failpoint.Reach("layout.run-id-placed")
+	failpoint.Reach("layout.place-file")
+	err = os.Rename(draft, path)
+	failpoint.Reach("layout.file-placed")
 	return err
 }
 

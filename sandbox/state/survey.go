@@ -115,7 +115,7 @@ func Inspect(root, state string) (*Found, error) {
 // IDs returns the IDs of all recorded pods and containers, including damaged records.
 func IDs(root string) ([]string, error) {
 	var ids []string
-	for _, folder := range []string{"pods", "containers"} {
+	for _, folder := range recordFolders {
 		entries, err := os.ReadDir(filepath.Join(root, folder))
 		if err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return nil, fmt.Errorf("list the records below %s: %w", root, err)

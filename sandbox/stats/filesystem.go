@@ -2,13 +2,12 @@ package stats
 
 import (
 	"fmt"
-	"path/filepath"
 	"time"
 
-	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 
 	"berth/internal/diskusage"
+	"berth/internal/host"
 )
 
 // Filesystem describes the filesystem of the writable layers.
@@ -35,7 +34,9 @@ func (c *Sampler) Locate() error {
 	if shared {
 		c.mountpoint = c.cfg.Images // equal names tell kubelet that they share a filesystem (KEP-4191)
 	}
-	if c.device, err = deviceOf(c.cfg.Layers); err != nil { // the device is only a label of metrics
+	if mount, err := host.MountOf(c.cfg.Layers); err == nil {
+		c.device = mount.Source
+	} else { // the device is only a label of metrics
 		c.cfg.Log.Warn("find device of writable layers; their metrics have no device label", "error", err)
 	}
 	return c.measureFilesystem()
@@ -50,28 +51,6 @@ func sameFilesystem(a, b string) (bool, error) {
 		return false, fmt.Errorf("filesystem of %s: %w", b, err)
 	}
 	return x.Dev == y.Dev, nil
-}
-
-// deviceOf returns the source of the mount that contains dir.
-func deviceOf(dir string) (string, error) {
-	real, err := filepath.EvalSymlinks(dir)
-	if err != nil {
-		return "", fmt.Errorf("device of %s: %w", dir, err)
-	}
-	mounts, err := mountinfo.GetMounts(mountinfo.ParentsFilter(real))
-	if err != nil {
-		return "", fmt.Errorf("device of %s: %w", dir, err)
-	}
-	var last *mountinfo.Info
-	for _, m := range mounts { // a later mount hides an earlier one at the same path
-		if last == nil || len(m.Mountpoint) >= len(last.Mountpoint) {
-			last = m
-		}
-	}
-	if last == nil {
-		return "", fmt.Errorf("device of %s: not in any mount", dir)
-	}
-	return last.Source, nil
 }
 
 func (c *Sampler) measureFilesystem() error {

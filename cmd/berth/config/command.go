@@ -45,7 +45,8 @@ func checkCommand(accept func(*Config) error) *cobra.Command {
 		Short: "Check the configuration files without a daemon",
 		Long: `Check the configuration file, the files of its directory (config.d) and the given
 flags of "berth serve", and the files that they name. Print warnings about obsolete
-keys. Fail with the file and line of each error.`,
+keys. Fail with the file and line of each error. As root, also fail if pods run that
+belong to another root or state directory.`,
 		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			c, warnings, err := Load(cmd.Flags())

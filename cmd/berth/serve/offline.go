@@ -8,11 +8,13 @@ import (
 	"berth/cmd/berth/node"
 	"berth/cmd/berth/serve/memory"
 	"berth/sandbox"
+	"berth/sandbox/ownership"
 )
 
 // Offline opens the pods of a stopped daemon, calls use, and closes them. It continues unfinished
 // work as a daemon does, but serves nothing, starts no NRI plugins and keeps no launchers ready. It
-// fails with FailedPrecondition while a daemon uses the directories of cfg.
+// also removes pods that run and that root does not know, which a daemon refuses to do. It fails with
+// FailedPrecondition while a daemon uses the directories of cfg.
 func Offline(
 	ctx context.Context, cfg *config.Config, log *slog.Logger, use func(context.Context, *sandbox.Manager) error,
 ) (err error) {
@@ -20,7 +22,7 @@ func Offline(
 	offline.IdleLaunchers = 0
 	a := newAssembly(&offline, log)
 	defer a.closing.Run(&err)
-	if err := lockDirectories(a.cfg, a.closing); err != nil {
+	if err := a.takeDirectories(ownership.Identify); err != nil {
 		return err
 	}
 	n, err := node.Discover(a.cfg)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"os"
 	"strings"
 	"sync/atomic"
 
@@ -18,10 +19,12 @@ import (
 	"berth/image"
 	"berth/image/registry"
 	"berth/image/trust"
+	"berth/internal/errdefs"
 	"berth/internal/host"
 	"berth/internal/nri"
 	"berth/oci/confine"
 	"berth/sandbox"
+	"berth/sandbox/ownership"
 )
 
 // reloader applies a changed configuration to the running daemon.
@@ -111,6 +114,9 @@ func (r *reloader) apply(ctx context.Context) error {
 	running := r.running.Load()
 	changed, restart := config.Changes(running, read)
 	next := config.Reloaded(running, read)
+	if err := r.checkDirectories(running, read); err != nil {
+		return err
+	}
 	level, err := logLevel(next)
 	if err != nil {
 		return err
@@ -147,12 +153,29 @@ func (r *reloader) apply(ctx context.Context) error {
 	return nil
 }
 
+// checkDirectories returns an error if the next daemon would not find the pods of this one.
+func (r *reloader) checkDirectories(running, read *config.Config) error {
+	if err := ownership.Check(dirs(read)); err != nil {
+		return err
+	}
+	if running.Root == read.Root || running.State == read.State || len(r.pods.Pods()) == 0 {
+		return nil
+	}
+	return errdefs.FailedPrecondition("root and state are both changed while the node has pods: the next daemon would" +
+		" not know them, and nothing would stop them. Remove all pods first")
+}
+
 // Check returns an error if a daemon would refuse a valid configuration: because of the files that
-// it names, or of names of images and networks in it. A daemon without usable files of peers
-// starts, but Check reports them, too. It changes nothing.
+// it names, of names of images and networks in it, or of pods that run and do not belong to its
+// directories, which only root can see. A daemon without usable files of peers starts, but Check
+// reports them, too. It changes nothing.
 func Check(cfg *config.Config) error {
 	_, network := node.NetworkConfig(cfg, nil)
-	return errors.Join(imageSettings(cfg).Check(), network, checkPeers(cfg), checkSeccomp(cfg))
+	err := errors.Join(imageSettings(cfg).Check(), network, checkPeers(cfg), checkSeccomp(cfg))
+	if os.Geteuid() == 0 {
+		err = errors.Join(err, ownership.Check(dirs(cfg)))
+	}
+	return err
 }
 
 // checkSeccomp refuses a seccomp profile of the node that no container could use.

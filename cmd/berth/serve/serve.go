@@ -44,6 +44,8 @@ import (
 	"berth/oci/confine"
 	"berth/sandbox"
 	"berth/sandbox/handler"
+	"berth/sandbox/ownership"
+	"berth/sandbox/state"
 	"berth/sandbox/stream"
 	"berth/server"
 	"berth/server/streaming"
@@ -121,7 +123,7 @@ func serve(ctx context.Context, cfg *config.Config, reload *reloader, log *slog.
 
 	a.closing.Add("stop watching signals", watchSignals(os.Stderr, reload.request, log))
 	budget := memory.SetLimit(log)
-	if err := lockDirectories(cfg, a.closing); err != nil {
+	if err := a.takeDirectories(ownership.Claim); err != nil {
 		return err
 	}
 	on, err := a.openSockets()
@@ -404,6 +406,19 @@ func notify(log *slog.Logger, state string) {
 	if _, err := daemon.SdNotify(false, state); err != nil {
 		log.Warn("notify systemd", "state", state, "error", err)
 	}
+}
+
+// takeDirectories locks the root and state directories. claim refuses them if they do not belong to
+// the node's pods. Nothing else is read or written before.
+func (a *assembly) takeDirectories(claim func(state.Dirs, *slog.Logger) error) error {
+	if err := lockDirectories(a.cfg, a.closing); err != nil {
+		return err
+	}
+	return claim(dirs(a.cfg), a.log)
+}
+
+func dirs(cfg *config.Config) state.Dirs {
+	return state.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
 }
 
 // lockDirectories creates the root and state directories and locks them against other daemons.

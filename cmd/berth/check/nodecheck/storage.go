@@ -15,6 +15,8 @@ import (
 	"berth/internal/diskusage"
 	"berth/internal/jail"
 	"berth/internal/rootfs"
+	"berth/sandbox/ownership"
+	"berth/sandbox/state"
 )
 
 // With less free space kubelet evicts pods (imagefs.available 15 %, nodefs.inodesFree 5 %), or
@@ -25,7 +27,7 @@ const (
 )
 
 func checkDirectories(_ context.Context, n *Node) []Finding {
-	findings := []Finding{n.checkRoom(), n.checkOverlay(), n.checkLayerDriver(), n.checkQuotas()}
+	findings := []Finding{n.checkPlaces(), n.checkRoom(), n.checkOverlay(), n.checkLayerDriver(), n.checkQuotas()}
 	dir := nearest(n.Config.State)
 	var st unix.Statfs_t
 	if err := unix.Statfs(dir, &st); err == nil && st.Type != unix.TMPFS_MAGIC && st.Type != unix.RAMFS_MAGIC {
@@ -33,6 +35,16 @@ func checkDirectories(_ context.Context, n *Node) []Finding {
 			"put state below /run: what is in it must be gone after a reboot"))
 	}
 	return findings
+}
+
+// checkPlaces reports pods that run and that a daemon with these directories would end.
+func (n *Node) checkPlaces() Finding {
+	const subject = "root and state"
+	dirs := state.Dirs{Root: n.Config.Root, State: n.Config.State, NetNSs: n.Config.NetNSDir}
+	if err := ownership.Check(dirs); err != nil {
+		return lacking(Failure, subject, err.Error(), "mount the right root, or correct root and state")
+	}
+	return ok(subject, "no pod of another directory runs")
 }
 
 // nearest returns the directory or its nearest existing ancestor.

@@ -31,12 +31,13 @@ var (
 		"bin",
 		"cni",
 		"lock",
+		"identity",
 		"starts",         // traces; the daemon deletes damaged ones
 		"run",            // files of berth run
 		"checkpoints",    // checkpoints in progress
 		"checkpoint.key", // signs checkpoints
 	}
-	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock", "run-id", "debug.sock"}
+	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock", "identity", "run-id", "debug.sock"}
 	inImages = []string{"records", "signatures", "layers", "joins", "tmp", "trash", "empty-directory", "erofs",
 		"partial", // of failed pulls: see comparePartial
 		"bans",    // of peers

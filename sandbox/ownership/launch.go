@@ -1,0 +1,149 @@
+package ownership
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
+	"berth/internal/pidfd"
+	"berth/sandbox/state"
+	"berth/shim"
+	"berth/shim/proto"
+)
+
+// Launch is a pod or container whose process runs: a pause, or the init of a container.
+type Launch struct {
+	ID    string
+	Init  int       // its process
+	Start uint64    // of the process, in clock ticks since boot
+	At    time.Time // of the launch; zero: unknown
+}
+
+// Kill kills the process. The kernel and the monitor end the rest of a container.
+func (l Launch) Kill() error {
+	process, err := pidfd.OpenVerified(l.Init, l.Start)
+	if err == nil {
+		failpoint.Reach("unknown.kill")
+		err = errors.Join(pidfd.Signal(process, unix.SIGKILL), process.Close())
+		failpoint.Reach("unknown.killed")
+	}
+	if err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("kill process %d of %s: %w", l.Init, l.ID, err)
+	}
+	return nil
+}
+
+// launched returns the IDs of all launches below a state directory, which may have ended since.
+func launched(dirs state.Dirs) (ids []string, err error) {
+	entries, err := os.ReadDir(dirs.Shim(""))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("find running pods and containers: %w", err)
+	}
+	for _, e := range entries {
+		if state.IsID(e.Name()) {
+			ids = append(ids, e.Name())
+		}
+	}
+	return ids, nil
+}
+
+// addLiving appends a launch if its process runs. A launcher that has not made the process yet
+// undoes the launch when its daemon is gone.
+func addLiving(to []Launch, dirs state.Dirs, id string) ([]Launch, error) {
+	record := filepath.Join(dirs.Shim(id), proto.ShimFile)
+	info, err := os.Stat(record)
+	if errors.Is(err, fs.ErrNotExist) {
+		return to, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("find the process of %s: %w", id, err)
+	}
+	ids, err := shim.ReadShim(dirs.Shim(id))
+	if errors.Is(err, fs.ErrNotExist) {
+		return to, nil
+	}
+	if unread := (*fs.PathError)(nil); errors.As(err, &unread) {
+		return nil, err
+	}
+	if err != nil || ids.InitPID == 0 { // a damaged record names no process
+		return to, nil
+	}
+	alive, err := runs(ids.InitPID, ids.InitStartTime)
+	if err != nil || !alive {
+		return to, err
+	}
+	return append(to, Launch{ID: id, Init: ids.InitPID, Start: ids.InitStartTime, At: info.ModTime()}), nil
+}
+
+// runs reports whether the process with that ID and start time has not ended.
+func runs(pid int, start uint64) (bool, error) {
+	process, err := pidfd.OpenVerified(pid, start)
+	if errors.Is(err, os.ErrProcessDone) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	ended, err := pidfd.Ended(process)
+	return !ended, errors.Join(err, process.Close())
+}
+
+// monitorsOf returns the containers of all monitors that were installed below root.
+func monitorsOf(root string) (found []Launch, err error) {
+	if real, err := filepath.EvalSymlinks(root); err == nil {
+		root = real
+	}
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil, fmt.Errorf("find monitors: %w", err)
+	}
+	for _, e := range entries {
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil {
+			continue
+		}
+		exe, err := os.Readlink(filepath.Join("/proc", e.Name(), "exe"))
+		if err != nil || !isMonitor(exe, root) { // a kernel thread, or gone
+			continue
+		}
+		args, err := os.ReadFile(filepath.Join("/proc", e.Name(), "cmdline"))
+		if err != nil { // gone
+			continue
+		}
+		l := watched(string(args))
+		if l.Start, err = pidfd.StartTime(l.Init); err == nil && l.ID != "" && pidfd.IsChild(l.Init, pid) {
+			found = append(found, l)
+		}
+	}
+	return found, nil
+}
+
+// isMonitor reports whether a program is a monitor in the folder of programs below root.
+func isMonitor(exe, root string) bool {
+	exe = strings.TrimSuffix(exe, " (deleted)")
+	return filepath.Base(exe) == "berth-monitor" && strings.HasPrefix(exe, filepath.Join(root, "bin")+"/")
+}
+
+// watched returns the container in a monitor's command line.
+func watched(cmdline string) (l Launch) {
+	for arg := range strings.SplitSeq(cmdline, "\x00") {
+		name, value, _ := strings.Cut(arg, "=")
+		switch name {
+		case "id":
+			if state.IsID(value) {
+				l.ID = value
+			}
+		case "init":
+			l.Init, _ = strconv.Atoi(value) // the launcher writes numbers
+		}
+	}
+	return l
+}
