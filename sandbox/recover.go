@@ -417,9 +417,14 @@ func (m *Manager) revertStart(ctx context.Context, c lockedContainer) error {
 	return nil
 }
 
-// removeUnrecorded removes resources with the ID of a pod or container that has no record.
+// Unrecorded returns the IDs of pods and containers without a record that have files on the host.
+// They are removed in the background.
+func (m *Manager) Unrecorded() (map[string]bool, error) { return m.podenv.Unrecorded(m.hasRecord) }
+
+// removeUnrecorded removes resources with the ID of a pod or container that has no record. Single
+// records were lost: package ownership refuses a root that does not know the node's pods.
 func (m *Manager) removeUnrecorded() error {
-	ids, err := m.podenv.Unrecorded(m.hasRecord)
+	ids, err := m.Unrecorded()
 	for id := range ids {
 		m.log.Warn("removing resources of a pod or container without record", "id", id)
 		m.unfinished.Later("remove unrecorded", id, func(ctx context.Context) error {

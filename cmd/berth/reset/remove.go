@@ -20,6 +20,7 @@ import (
 	"berth/internal/safefs"
 	"berth/oci/confine"
 	"berth/sandbox"
+	"berth/sandbox/ownership"
 	"berth/sandbox/state"
 )
 
@@ -30,9 +31,18 @@ func remove(ctx context.Context, cfg *config.Config, grace time.Duration, log *s
 	if err != nil {
 		return err
 	}
-	if len(ids) > 0 {
+	unknown, err := ownership.Unknown(dirs(cfg))
+	if err != nil {
+		return err
+	}
+	for _, l := range unknown {
+		if err := l.Kill(); err != nil {
+			return err
+		}
+	}
+	if len(ids)+len(unknown) > 0 {
 		err := serve.Offline(ctx, cfg, log, func(ctx context.Context, m *sandbox.Manager) error {
-			return removePods(ctx, m, cfg.Root, grace)
+			return removePods(ctx, m, cfg, unknown, grace)
 		})
 		if err != nil {
 			return fmt.Errorf("remove pods: %w", err)
@@ -55,7 +65,8 @@ const atOnce = 8
 
 // removePods stops all containers with a grace period, and removes the pods. A pod that cannot be
 // removed does not stop the removal of the others.
-func removePods(ctx context.Context, m *sandbox.Manager, root string, grace time.Duration) error {
+func removePods(ctx context.Context, m *sandbox.Manager, cfg *config.Config, unknown []ownership.Launch,
+	grace time.Duration) error {
 	containers := map[string][]string{}
 	for _, c := range m.Containers() {
 		containers[c.PodID] = append(containers[c.PodID], c.ID)
@@ -74,7 +85,11 @@ func removePods(ctx context.Context, m *sandbox.Manager, root string, grace time
 	if err := errors.Join(failed...); err != nil {
 		return err
 	}
-	return awaitNoRecords(ctx, root)
+	return awaitRemoval(ctx, func() ([]string, error) { return left(m, cfg, unknown) })
+}
+
+func dirs(cfg *config.Config) state.Dirs {
+	return state.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
 }
 
 func removePod(ctx context.Context, m *sandbox.Manager, id string, containers []string, grace time.Duration) error {
@@ -90,16 +105,35 @@ func removePod(ctx context.Context, m *sandbox.Manager, id string, containers []
 	return nil
 }
 
-// recordsLimit bounds the wait for unfinished work of an earlier daemon, which continues in the
-// background.
-const recordsLimit = 30 * time.Second
+// left returns the IDs of pods and containers that are not removed yet: those with a record, and
+// those without that have files or a network namespace.
+func left(m *sandbox.Manager, cfg *config.Config, unknown []ownership.Launch) ([]string, error) {
+	ids, err := state.IDs(cfg.Root)
+	if err != nil {
+		return nil, err
+	}
+	unrecorded, err := m.Unrecorded()
+	for id := range unrecorded {
+		ids = append(ids, id)
+	}
+	for _, l := range unknown {
+		if _, err := os.Lstat(dirs(cfg).NetNS(l.ID)); err == nil {
+			ids = append(ids, l.ID)
+		}
+	}
+	return ids, err
+}
 
-// awaitNoRecords waits until no pod or container has a record.
-func awaitNoRecords(ctx context.Context, root string) error {
-	ctx, cancel := context.WithTimeout(ctx, recordsLimit)
+// removalLimit bounds the wait for unfinished work of an earlier daemon, which continues in the
+// background.
+const removalLimit = 30 * time.Second
+
+// awaitRemoval waits until no pod or container is left.
+func awaitRemoval(ctx context.Context, left func() ([]string, error)) error {
+	ctx, cancel := context.WithTimeout(ctx, removalLimit)
 	defer cancel()
 	for {
-		ids, err := state.IDs(root)
+		ids, err := left()
 		if err != nil || len(ids) == 0 {
 			return err
 		}

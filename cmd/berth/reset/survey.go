@@ -22,6 +22,7 @@ import (
 	"berth/image"
 	"berth/internal/host"
 	"berth/oci/confine"
+	"berth/sandbox/ownership"
 	"berth/sandbox/state"
 )
 
@@ -68,7 +69,11 @@ func (f *found) readPods(cfg *config.Config) error {
 	for _, id := range slices.Sorted(maps.Keys(containers)) {
 		f.pods = append(f.pods, fmt.Sprintf("%d containers of the unknown pod %.12s", containers[id], id))
 	}
-	return nil
+	unknown, err := ownership.Unknown(dirs(cfg))
+	for _, l := range unknown {
+		f.pods = append(f.pods, fmt.Sprintf("a pod or container that root does not know (%.12s, process %d)", l.ID, l.Init))
+	}
+	return err
 }
 
 func (f *found) readImages(cfg *config.Config) error {
