@@ -95,6 +95,7 @@ type Network struct {
 	refresh chan struct{}               // wakes the owner; capacity 1
 	moved   chan struct{}               // makes the owner watch new directories; capacity 1
 	ranges  atomic.Pointer[[][]IPRange] // of new pods; nil: not set
+	changed atomic.Pointer[func()]      // see OnChange; nil: none
 
 	// gate blocks ADD and DEL while GC runs (specification, section 3, lifecycle and ordering). An
 	// operation holds weight 1, GC holds wholeGate.
@@ -212,6 +213,17 @@ func (n *Network) IPRanges() [][]IPRange {
 		return *ranges
 	}
 	return nil
+}
+
+// OnChange sets a function that is called after the configuration has changed, or the network has
+// become ready. It must not block.
+func (n *Network) OnChange(call func()) { n.changed.Store(&call) }
+
+// announce calls the function of OnChange.
+func (n *Network) announce() {
+	if call := n.changed.Load(); call != nil {
+		(*call)()
+	}
 }
 
 func (n *Network) askRefresh() {

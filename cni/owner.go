@@ -177,6 +177,9 @@ func (o *owner) reload() {
 	}
 	o.n.view.Store(v)
 	o.logChanges(old, v)
+	if v.net != old.net || v.missing == nil && old.missing != nil {
+		o.n.announce()
+	}
 	if v.net != old.net {
 		o.probe()
 	}
@@ -222,8 +225,11 @@ func (o *owner) logChanges(old, v *view) {
 	case v.net == nil && old.net != nil:
 		o.n.log.Warn("CNI network is no longer configured", "network", old.net.list.Name, "error", v.loadErr)
 	}
-	if v.missing != nil && (old.missing == nil || old.missing.Error() != v.missing.Error()) {
+	switch {
+	case v.missing != nil && (old.missing == nil || old.missing.Error() != v.missing.Error()):
 		o.n.log.Warn("CNI network not ready", "error", v.missing)
+	case v.missing == nil && old.missing != nil && v.net != nil:
+		o.n.log.Info("CNI network ready: its plugins are installed", "network", v.net.list.Name)
 	}
 }
 
@@ -275,6 +281,7 @@ func (o *owner) endStatus(s status) {
 		o.n.log.Warn("CNI network not ready", "network", s.net.list.Name, "error", s.err)
 	case s.err == nil && old.statusErr != nil:
 		o.n.log.Info("CNI network ready", "network", s.net.list.Name)
+		o.n.announce()
 	}
 	o.startSearch()
 }

@@ -2,7 +2,6 @@ package sandbox
 
 import (
 	"context"
-	"fmt"
 	"sync"
 
 	"golang.org/x/sync/semaphore"
@@ -18,35 +17,47 @@ const takeDownsAtOnce = 8
 // work takes locks and may look up any other object. After Start each item runs in the background
 // until it succeeds. The lock guards noted.
 type deferredWork struct {
-	tasks *task.Runner
-	queue *semaphore.Weighted
-	mu    sync.Mutex
-	noted []func()
+	tasks   *task.Runner
+	queue   *semaphore.Weighted
+	retries *retryLoop
+	mu      sync.Mutex
+	noted   []func()
 }
 
 func newDeferredWork(tasks *task.Runner) *deferredWork {
-	return &deferredWork{tasks: tasks, queue: semaphore.NewWeighted(takeDownsAtOnce)}
+	return &deferredWork{tasks: tasks, queue: semaphore.NewWeighted(takeDownsAtOnce), retries: newRetryLoop(tasks)}
 }
 
 // Later adds work on an object.
 func (w *deferredWork) Later(what, object string, do func(context.Context) error) {
+	w.note(func() { w.tasks.RetryInBackground(what, object, do) })
+}
+
+// note adds a function that starts work.
+func (w *deferredWork) note(start func()) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.noted = append(w.noted, func() { w.tasks.RetryInBackground(what, object, do) })
+	w.noted = append(w.noted, start)
 }
 
 // LaterInQueue is Later for work that takes a pod down. Queued work does not hold the pod's lock,
-// so client requests proceed.
+// so client requests proceed. Failed work continues in the retry loop.
 func (w *deferredWork) LaterInQueue(what, object string, do func(context.Context) error) {
-	w.Later(what, object, func(ctx context.Context) error {
-		end := w.tasks.BeginOpen("take-down of other pods", object)
-		err := w.queue.Acquire(ctx, 1)
-		end()
-		if err != nil {
-			return fmt.Errorf("wait for other pods to be taken down: %w", err)
-		}
-		defer w.queue.Release(1)
-		return do(ctx)
+	w.note(func() {
+		w.tasks.Background.Spawn(func() {
+			ctx := w.tasks.Background.Context()
+			end := w.tasks.BeginOpen("take-down of other pods", object)
+			err := w.queue.Acquire(ctx, 1)
+			end()
+			if err != nil { // the daemon stops
+				return
+			}
+			err = w.tasks.Once(ctx, what, object, do)
+			w.queue.Release(1)
+			if err != nil {
+				w.retries.Add(what, object, do)
+			}
+		})
 	})
 }
 

@@ -360,6 +360,7 @@ func (f fakeNetwork) Load() ([]checkpoint.Damaged, error)               { return
 func (f fakeNetwork) Forget(string) error                               { return f.call("forget network") }
 func (f fakeNetwork) Collect(context.Context, iter.Seq[*state.PodSpec]) {}
 func (f fakeNetwork) Leave()                                            {}
+func (f fakeNetwork) OnChange(func())                                   {}
 
 func (f fakeNetwork) Plan(*state.PodSpec) (cni.Attachment, [][]cni.IPRange, error) {
 	return cni.Attachment{Network: "net"}, nil, f.call("plan network")

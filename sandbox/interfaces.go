@@ -108,6 +108,7 @@ type Network interface {
 	Attach(ctx context.Context, spec *state.PodSpec, attachment *cni.Attachment) (ips []string, err error)
 	Detach(ctx context.Context, spec *state.PodSpec, attachment cni.Attachment) error
 	Forget(id string) error
+	OnChange(call func())
 	Collect(ctx context.Context, attached iter.Seq[*state.PodSpec])
 	Leave()
 }

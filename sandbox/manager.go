@@ -328,6 +328,7 @@ func (m *Manager) start(ctx context.Context) error {
 	if err := m.recover(ctx); err != nil {
 		return err
 	}
+	m.network.OnChange(m.unfinished.retries.Hasten)
 	m.tasks.Watchers.Spawn(func() { m.history.Run(m.tasks.Watchers.Context()) })
 	m.tasks.Watchers.Spawn(func() { m.disks.Run(m.tasks.Watchers.Context(), m.cfg.Root, m.cfg.State) })
 	return m.startSampler()

@@ -43,6 +43,9 @@ type pod struct {
 	start    *history.Recording             // the traces of its start; may be nil; never changed
 	stopped  atomic.Bool                    // this daemon started its stop and logs the end of the stop
 
+	undoing    atomic.Bool // no client can see it, and it is being removed
+	unreleased atomic.Bool // its undo has failed, and CNI DEL is due
+
 	// sandbox is held while a container starts in the pod's sandbox, and while the sandbox is
 	// saved. It is acquired after the locks of containers. Only sandboxing runtimes use it.
 	sandbox task.Lock

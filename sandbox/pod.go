@@ -102,6 +102,9 @@ func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxCo
 	defer cancel()
 	var p *pod
 	plan := podPlan{id: state.NewID(), config: config, handler: handler}
+	if err := m.settleEarlier(ctx, config.Metadata); err != nil {
+		return "", err
+	}
 	err := m.tasks.Guard("plan", identity, func() (err error) { p, err = m.planPod(ctx, plan); return err })
 	if err != nil {
 		return "", err
@@ -302,19 +305,4 @@ func (m *Manager) publishPauseless(p lockedPod) error {
 	p.PausePID, p.PauseStart = 0, 0
 	m.publishPod(p)
 	return nil
-}
-
-// abandonPod undoes a failed start. It has a deadline of its own: the operation's may have expired,
-// and CNI DEL may hang as long as CNI ADD did. Failed steps are retried in the background.
-func (m *Manager) abandonPod(p *pod) {
-	p.launched.Store(0) // the pause exits, and another process may get its process ID
-	undo := func(ctx context.Context) error {
-		return m.lockPod(ctx, p, "undo", func(p lockedPod) error { return m.erasePod(ctx, p) })
-	}
-	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), task.Limit)
-	defer cancel()
-	if err := m.tasks.Guard("undo", p.String(), func() error { return undo(ctx) }); err != nil {
-		m.log.Error("cannot undo the failed start of a pod, will try again", "pod", p.ID, "error", err)
-		m.tasks.RetryInBackground("undo", p.String(), undo)
-	}
 }

@@ -88,7 +88,7 @@ func (m *Manager) takeDown(ctx context.Context, p lockedPod) error {
 // after DEL succeeded, because plugins may need it until then.
 func (m *Manager) detachNetwork(ctx context.Context, p lockedPod) error {
 	if p.Network != nil {
-		if err := m.network.Detach(ctx, p.PodSpec, *p.Network); err != nil {
+		if err := m.release(ctx, p); err != nil {
 			return fmt.Errorf("detach pod %s from its network: %w", p.ID, err)
 		}
 		p.Network = nil

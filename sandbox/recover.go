@@ -171,7 +171,7 @@ func (m *Manager) reserveLabels() error {
 func (m *Manager) recoverPod(p lockedPod) error {
 	// No client got the ID, or a client requested the removal.
 	if p.Phase() == state.PodStarting || p.Restoring || p.Phase() == state.Removing {
-		m.deferWithPod("undo", p.pod, m.erasePod)
+		m.deferUndo(p)
 		return nil
 	}
 	sum, err := fingerprintOf(p.Config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: p.Handler})
@@ -427,7 +427,7 @@ func (m *Manager) removeUnrecorded() error {
 	ids, err := m.Unrecorded()
 	for id := range ids {
 		m.log.Warn("removing resources of a pod or container without record", "id", id)
-		m.unfinished.Later("remove unrecorded", id, func(ctx context.Context) error {
+		m.unfinished.LaterInQueue("remove unrecorded", id, func(ctx context.Context) error {
 			return m.removeUnrecordedID(ctx, id)
 		})
 	}

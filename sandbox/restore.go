@@ -129,6 +129,9 @@ func (m *Manager) restorePod(caller context.Context, r state.RestoreRequest, ide
 	if a.Manifest.Runtime != "" {
 		plan.restore = &state.Restore{Name: names[0], From: r.Path}
 	}
+	if err := m.settleEarlier(ctx, r.Config.Metadata); err != nil {
+		return "", err
+	}
 	err = m.tasks.Guard("plan", identity, func() (err error) { p, err = m.planPod(ctx, plan); return err })
 	if err != nil {
 		return "", err

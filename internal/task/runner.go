@@ -116,20 +116,28 @@ func (r *Runner) Parallel(what, object string, steps ...func() error) error {
 func (r *Runner) RetryInBackground(what, object string, do func(context.Context) error) {
 	r.Background.Spawn(func() {
 		for delay := time.Second; ; delay = min(2*delay, time.Minute) {
-			ctx, cancel := context.WithTimeout(r.Background.ctx, Limit)
-			end := r.BeginUpTo(Limit, what, object)
-			err := r.Guard(what, object, func() error { return do(ctx) })
-			end()
-			cancel()
+			err := r.Once(r.Background.ctx, what, object, do)
 			if err == nil || r.Background.ctx.Err() != nil {
 				return
 			}
-			r.Log.Warn("will be tried again", "operation", what, "object", object, "error", err)
 			if !r.Sleep(r.Background.ctx, delay, "retry: "+what, object) {
 				return
 			}
 		}
 	})
+}
+
+// Once runs do once, within Limit. It logs a failure, because the caller will try again.
+func (r *Runner) Once(ctx context.Context, what, object string, do func(context.Context) error) error {
+	trying, cancel := context.WithTimeout(ctx, Limit)
+	defer cancel()
+	end := r.BeginUpTo(Limit, what, object)
+	err := r.Guard(what, object, func() error { return do(trying) })
+	end()
+	if err != nil && ctx.Err() == nil {
+		r.Log.Warn("will be tried again", "operation", what, "object", object, "error", err)
+	}
+	return err
 }
 
 // Sleep waits for d and lists the wait in Waits. It returns false if ctx ended first.

@@ -192,6 +192,10 @@ func (n *Networks) Collect(ctx context.Context, attached iter.Seq[*state.PodSpec
 	}
 }
 
+// OnChange sets a function that is called after the CNI configuration has changed, or a network has
+// become ready. It must not block.
+func (n *Networks) OnChange(call func()) { n.network.OnChange(call) }
+
 // Leave stops waiting for plugins when the daemon shuts down. Running plugins continue.
 func (n *Networks) Leave() { n.network.Leave() }
 

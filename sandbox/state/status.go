@@ -53,11 +53,19 @@ type PodStatus struct {
 	IPs        []string                                     `json:"ips,omitempty"`     // primary address first; empty with the host's network
 	PausePID   int                                          `json:"pausePID,omitempty"`
 	PauseStart uint64                                       `json:"pauseStart,omitempty"` // start time of the pause, in clock ticks
+	Undo       *Undo                                        `json:"undo,omitempty"`       // nil: no attempt to undo it has failed
 	Restoring  bool                                         `json:"restoring,omitempty"`  // RestorePod has not created all containers; a later daemon removes the pod
 	Presented  bool                                         `json:"-"`                    // plugins were called with it
 	TakenDown  bool                                         `json:"-"`                    // takeDown succeeded; a later daemon repeats it
 
 	shown *runtimeapi.PodSandboxConfig // the config with Resources; nil: the config
+}
+
+// Undo describes the failed attempts to undo a pod that no client can see.
+type Undo struct {
+	Failures int       `json:"failures"`
+	Since    time.Time `json:"since"` // the first failure
+	Error    string    `json:"error"` // of the last attempt
 }
 
 // NewPodStatus returns the status of a pod in that phase.

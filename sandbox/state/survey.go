@@ -61,6 +61,7 @@ type FoundPod struct {
 	Tmpfs       string // mount point of its tmpfs; "": no tmpfs
 	Etc         string // directory of its resolv.conf, hosts and hostname
 	Network     *cni.Attachment
+	Undo        *Undo // failed attempts to undo it; nil: none
 	IPs         []string
 	PausePID    int
 	PauseStart  uint64          // clock ticks
@@ -156,6 +157,7 @@ func (r *Found) addPod(dirs Dirs, name string, body []byte) error {
 		CgroupsPath: spec.CgroupsPath,
 		NetNS:       spec.NetNS,
 		Network:     status.Network,
+		Undo:        status.Undo,
 		IPs:         status.IPs,
 		PausePID:    status.PausePID,
 		PauseStart:  status.PauseStart,

@@ -200,6 +200,11 @@ func printReport(w io.Writer, r *statecheck.Report, asJSON bool) error {
 			return err
 		}
 	}
+	for _, p := range r.Pending {
+		if _, err := fmt.Fprintln(w, "pending:", p); err != nil {
+			return err
+		}
+	}
 	for _, s := range r.Skipped {
 		if _, err := fmt.Fprintln(w, "not compared:", s); err != nil {
 			return err

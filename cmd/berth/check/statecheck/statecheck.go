@@ -16,6 +16,7 @@ package statecheck
 import (
 	"context"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -52,6 +53,7 @@ func (d Difference) same(other Difference) bool {
 type Report struct {
 	Differences []Difference `json:"differences"`
 	Skipped     []string     `json:"skipped,omitempty"` // skipped invariants, with the reason
+	Pending     []string     `json:"pending,omitempty"` // pods of failed starts that plugins do not release
 
 	// Counts of compared objects. They show that the check looked at the right directories.
 	Daemon     int `json:"daemon"` // process ID, 0: not running
@@ -188,6 +190,7 @@ func (f *facts) report(found []Difference) *Report {
 		Pods:        len(f.pods),
 		Containers:  len(f.containers),
 		Images:      len(f.images),
+		Pending:     f.pending(),
 	}
 	slices.SortStableFunc(r.Differences, func(a, b Difference) int {
 		return strings.Compare(order(a)+a.Object, order(b)+b.Object)
@@ -196,6 +199,24 @@ func (f *facts) report(found []Difference) *Report {
 		r.Skipped = append(r.Skipped, "fds, views: the daemon is not running")
 	}
 	return r
+}
+
+// pending describes pods of failed starts that berth cannot undo. No client sees them.
+func (f *facts) pending() (list []string) {
+	for _, id := range slices.Sorted(maps.Keys(f.pods)) {
+		p := f.pods[id]
+		if p.Undo == nil {
+			continue
+		}
+		network := "none"
+		if p.Network != nil {
+			network = p.Network.Network
+		}
+		md := p.Config.GetMetadata()
+		list = append(list, fmt.Sprintf("%s (%s/%s, network %s): its removal has failed %d times since %s: %s", podName(id),
+			md.GetNamespace(), md.GetName(), network, p.Undo.Failures, p.Undo.Since.Format(time.RFC3339), p.Undo.Error))
+	}
+	return list
 }
 
 // order returns a key that sorts by invariant.

@@ -34,6 +34,7 @@ func (fakeNode) Launchers() shim.Counts              { return shim.Counts{Idle: 
 func (fakeNode) OOMKills() uint64                    { return 3 }
 func (fakeNode) RuntimeStatus() error                { return nil }
 func (fakeNode) NetworkStatus(context.Context) error { return errors.New("no network") }
+func (fakeNode) Unreleased() int                     { return 3 }
 func (fakeNode) List() []*image.Image                { return make([]*image.Image, 1) }
 func (fakeNode) LazyStats() image.LazyStats          { return image.LazyStats{Layers: 1} }
 func (fakeNode) Usage(context.Context) (image.Usage, error) {

@@ -21,6 +21,7 @@ type Sandboxes interface {
 	OOMKills() uint64
 	RuntimeStatus() error
 	NetworkStatus(ctx context.Context) error
+	Unreleased() int
 }
 
 // Images is the part of the image store whose state is exported. *image.Store implements it. All
@@ -37,7 +38,7 @@ type stateCollector struct {
 	images Images
 	waits  *task.Waits
 
-	podCount, containerCount, ready                     *prometheus.Desc
+	podCount, containerCount, ready, unreleased         *prometheus.Desc
 	imageCount, storeBytes, storeInodes                 *prometheus.Desc
 	lazyLayers, lazyMissing, lazyReads                  *prometheus.Desc
 	lazyWaited, lazyFailed                              *prometheus.Desc
@@ -57,7 +58,9 @@ func (e *Exporter) Watch(pods Sandboxes, images Images, waits *task.Waits) {
 	const gauge, counter = "gauge", "counter"
 	e.registry.MustRegister(&stateCollector{
 		pods: pods, images: images, waits: waits,
-		podCount:       e.desc(gauge, "berth_pods", "Pods by state: ready or notready.", "state"),
+		podCount: e.desc(gauge, "berth_pods", "Pods by state: ready or notready.", "state"),
+		unreleased: e.desc(gauge, "berth_pods_unreleased",
+			"Pods of failed starts whose CNI DEL fails, too. Berth retries it. No client sees these pods; berth check --state lists them."),
 		containerCount: e.desc(gauge, "berth_containers", "Containers by state: created, running or exited.", "state"),
 		ready: e.desc(gauge, "berth_ready", "1 if the condition is met: runtime (berth can start containers) or network "+
 			"(pods can get a network).", "condition"),
@@ -93,7 +96,7 @@ func (e *Exporter) Watch(pods Sandboxes, images Images, waits *task.Waits) {
 
 // Describe implements prometheus.Collector.
 func (c *stateCollector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.podCount, c.containerCount, c.ready, c.imageCount, c.storeBytes, c.storeInodes,
+	for _, d := range []*prometheus.Desc{c.podCount, c.containerCount, c.ready, c.unreleased, c.imageCount, c.storeBytes, c.storeInodes,
 		c.lazyLayers, c.lazyMissing, c.lazyReads, c.lazyWaited, c.lazyFailed, c.oomKills, c.launchers, c.launchersStarted, c.launchersLost, c.waiting, c.waitingPastLimit, c.waitsPastLimit, c.longWait} {
 		ch <- d
 	}
@@ -108,6 +111,7 @@ func (c *stateCollector) Collect(ch chan<- prometheus.Metric) {
 		ch <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(v))
 	}
 	c.collectPods(gauge)
+	gauge(c.unreleased, float64(c.pods.Unreleased()))
 	gauge(c.ready, truth(c.pods.RuntimeStatus() == nil), "runtime")
 	gauge(c.ready, truth(c.pods.NetworkStatus(context.Background()) == nil), "network")
 	gauge(c.imageCount, float64(len(c.images.List())))

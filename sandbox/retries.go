@@ -1,0 +1,145 @@
+package sandbox
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"berth/internal/task"
+)
+
+const (
+	// retryFirst is the time before the first retry of an item.
+	retryFirst = time.Second
+	// retryPause is the least time between a failed retry and the next retry of any item.
+	retryPause = 5 * time.Second
+	// retryMost is the longest time between two retries of one item.
+	retryMost = time.Minute
+)
+
+// retryLoop repeats failed work that runs CNI plugins, until it succeeds or the daemon stops. It
+// repeats one item at a time with a pause after each failure, so the plugin runs of a minute stay
+// bounded however many items there are. A success shows that plugins work again: the next items
+// follow at once. The lock guards items and running.
+type retryLoop struct {
+	tasks   *task.Runner
+	wake    chan struct{} // capacity 1
+	mu      sync.Mutex
+	items   []*retry
+	running bool
+}
+
+// retry is work that failed.
+type retry struct {
+	what, object string
+	do           func(context.Context) error
+	delay        time.Duration // after the next failure
+	due          time.Time
+}
+
+func newRetryLoop(tasks *task.Runner) *retryLoop {
+	return &retryLoop{tasks: tasks, wake: make(chan struct{}, 1)}
+}
+
+// Add adds work that has failed. The loop runs while there is work.
+func (l *retryLoop) Add(what, object string, do func(context.Context) error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.items = append(l.items, &retry{what, object, do, retryPause, time.Now().Add(retryFirst)})
+	if !l.running {
+		l.running = l.tasks.Background.Spawn(l.run)
+	}
+	l.signal()
+}
+
+// Hasten makes all items due, because the cause of their failures may be gone.
+func (l *retryLoop) Hasten() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, item := range l.items {
+		item.due = time.Now()
+	}
+	l.signal()
+}
+
+func (l *retryLoop) signal() {
+	select {
+	case l.wake <- struct{}{}:
+	default: // a signal is pending
+	}
+}
+
+func (l *retryLoop) run() {
+	var resume time.Time // after the pause of the last failure
+	for {
+		item, due := l.next()
+		if item == nil {
+			return
+		}
+		if due.Before(resume) {
+			due = resume
+		}
+		if wait := time.Until(due); wait > 0 {
+			if !l.sleep(wait, item) {
+				return
+			}
+			continue // items may have changed
+		}
+		err := l.tasks.Once(l.tasks.Background.Context(), item.what, item.object, item.do)
+		if l.tasks.Background.Context().Err() != nil {
+			return
+		}
+		if err != nil {
+			resume = time.Now().Add(retryPause)
+		}
+		l.tried(item, err)
+	}
+}
+
+// next returns the item that is due first, or nil and the end of the loop if there is none.
+func (l *retryLoop) next() (first *retry, due time.Time) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for _, item := range l.items {
+		if first == nil || item.due.Before(first.due) {
+			first = item
+		}
+	}
+	if first == nil {
+		l.running = false
+		return nil, due
+	}
+	return first, first.due
+}
+
+// sleep waits for at most d. It returns early if items have changed, and false if the daemon stops.
+func (l *retryLoop) sleep(d time.Duration, item *retry) bool {
+	defer l.tasks.BeginUpTo(d, "retry: "+item.what, item.object)()
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-l.tasks.Background.Context().Done():
+		return false
+	case <-l.wake:
+	case <-timer.C:
+	}
+	return true
+}
+
+func (l *retryLoop) tried(item *retry, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if err != nil {
+		item.due, item.delay = time.Now().Add(item.delay), min(2*item.delay, retryMost)
+		return
+	}
+	left := l.items[:0]
+	for _, other := range l.items {
+		if other != item {
+			other.due = time.Now()
+			left = append(left, other)
+		}
+	}
+	clear(l.items[len(left):])
+	l.items = left
+}
