@@ -145,10 +145,21 @@ func decodeConf(data []byte, isList bool) (*libcni.NetworkConfigList, error) {
 	}
 	conf, err := libcni.NetworkPluginConfFromBytes(data)
 	if err != nil {
+		if hasPlugins(data) {
+			return nil, errors.New(`it has "plugins", so it is a list of plugins: rename it to end with .conflist`)
+		}
 		return nil, err
 	}
 	//nolint:staticcheck // deprecated because CNI 1.0 only has lists, but operators still have such files
 	return libcni.ConfListFromConf(conf)
+}
+
+// hasPlugins reports whether data is a configuration list.
+func hasPlugins(data []byte) bool {
+	var raw struct {
+		Plugins []json.RawMessage `json:"plugins"`
+	}
+	return json.Unmarshal(data, &raw) == nil && raw.Plugins != nil
 }
 
 // knownVersion refuses a configuration whose CNI versions this runtime does not support. libcni has

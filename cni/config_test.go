@@ -32,7 +32,7 @@ func TestLoadFirstValid(t *testing.T) {
 		{name: "invalid first", files: map[string]string{"10.conflist": "{", "20.conflist": conflist("1.1.0", "good", "a")},
 			want: "good", version: "1.1.0", skipped: []string{"10.conflist"}},
 		{name: "all invalid", files: map[string]string{"10.conflist": "{", "20.conf": "null"}, skipped: []string{"10.conflist", "20.conf"}, err: "10.conflist: "},
-		{name: "a list needs its extension", files: map[string]string{"10.conf": conflist("1.0.0", "x", "a")}, skipped: []string{"10.conf"}, err: "missing 'type'"},
+		{name: "a list needs its extension", files: map[string]string{"10.conf": conflist("1.0.0", "x", "a")}, skipped: []string{"10.conf"}, err: `it has "plugins", so it is a list of plugins: rename it to end with .conflist`},
 		{name: "highest of cniVersions that is known",
 			files: map[string]string{"1.conflist": `{"cniVersions":["0.3.1","1.0.0","7.0.0"],"name":"n","plugins":[{"type":"a"}]}`}, want: "n", version: "1.0.0"},
 		{name: "cniVersions unknown", files: map[string]string{"1.conflist": `{"cniVersions":["7.0.0"],"name":"n","plugins":[{"type":"a"}]}`},

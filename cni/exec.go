@@ -102,7 +102,11 @@ func (r *runner) exec(ctx context.Context, path string, stdin []byte, environ []
 		r.log.Warn("run CNI plugin without a note and a cgroup", "plugin", path, "verb", run.verb, "error", err)
 	}
 	defer func() { r.runs.end(noted, !run.killed) }()
-	run.start = func(cmd *exec.Cmd) error { return r.runs.start(noted, cmd) }
+	run.start = func(cmd *exec.Cmd) error {
+		err := r.runs.start(noted, cmd)
+		failpoint.Reach("cni.started")
+		return err
+	}
 	for attempt := 0; ; attempt++ {
 		failpoint.Reach("cni.exec")
 		err := run.exec(ctx)
@@ -182,7 +186,6 @@ func (p *pluginRun) execInto(ctx context.Context, stdout, stderr *capture.Output
 	if err := p.start(cmd); err != nil {
 		return err
 	}
-	failpoint.Reach("cni.started")
 	err := errors.Join(stdout.Started(), stderr.Started())
 	ended := cmd.Wait()
 	// nil: unknown exit status

@@ -158,11 +158,13 @@ func (b *bed) start(extraBinDirs ...string) *Network {
 }
 
 // plugin installs a shell script that records CNI_COMMAND, environment and stdin, and then runs
-// body. In body $record is the directory of records.
+// body. In body $record is the directory of records. The answer to VERSION is the file
+// NAME.versions there; without it the plugin does not know the verb.
 func (b *bed) plugin(name, body string) {
 	b.t.Helper()
 	b.write(b.bin+"/"+name, fmt.Sprintf(`#!/bin/sh
 export record=%[1]s; me=%[2]s
+[ "$CNI_COMMAND" = VERSION ] && { cat >/dev/null; cat $record/$me.versions 2>/dev/null; exit; }
 cat >$record/.stdin.$$; mv $record/.stdin.$$ $record/$me.$CNI_COMMAND.stdin
 env >$record/.env.$$; mv $record/.env.$$ $record/$me.$CNI_COMMAND.env
 echo "$me $CNI_COMMAND $CNI_CONTAINERID" >>$record/calls

@@ -51,7 +51,9 @@ const (
 	// statusTimeout bounds one round of STATUS.
 	statusTimeout = 10 * time.Second
 	// maxViewAge is how old a view may be before Status triggers a reload.
-	maxViewAge = 5 * time.Second
+	maxViewAge = time.Second
+	// refreshPatience bounds the wait of Status for a reload and the plugins' answers.
+	refreshPatience = time.Second
 	// maxObstaclesAge is how long the result of a search for obstacles is used. It is long because
 	// a firewall may have many rules.
 	maxObstaclesAge = time.Minute
@@ -91,11 +93,12 @@ type Network struct {
 	plugins *runner
 	dirs    atomic.Pointer[directories]
 
-	view    atomic.Pointer[view]        // written by New, then only by the owner goroutine
-	refresh chan struct{}               // wakes the owner; capacity 1
-	moved   chan struct{}               // makes the owner watch new directories; capacity 1
-	ranges  atomic.Pointer[[][]IPRange] // of new pods; nil: not set
-	changed atomic.Pointer[func()]      // see OnChange; nil: none
+	view    atomic.Pointer[view]          // written by New, then only by the owner goroutine
+	refresh chan struct{}                 // wakes the owner; capacity 1
+	round   atomic.Pointer[chan struct{}] // closed at the end of the next refresh; only the owner replaces it
+	moved   chan struct{}                 // makes the owner watch new directories; capacity 1
+	ranges  atomic.Pointer[[][]IPRange]   // of new pods; nil: not set
+	changed atomic.Pointer[func()]        // see OnChange; nil: none
 
 	// gate blocks ADD and DEL while GC runs (specification, section 3, lifecycle and ordering). An
 	// operation holds weight 1, GC holds wholeGate.
@@ -128,6 +131,7 @@ func New(cfg Config, log *slog.Logger) (*Network, error) {
 		moved:   make(chan struct{}, 1),
 		gate:    semaphore.NewWeighted(wholeGate),
 	}
+	n.beginRound()
 	n.setDirectories(cfg.ConfDir, cfg.BinDirs)
 	n.left, n.leave = context.WithCancel(context.Background())
 	ctx, stop := context.WithCancel(context.Background())
@@ -173,14 +177,38 @@ func (n *Network) Close() {
 // configuration or with a plugin that is not installed. Unavailable if a plugin's STATUS (CNI 1.1)
 // failed or still runs.
 //
-// The answer comes from memory. An answer older than a few seconds triggers a reload in the
-// background for the next caller.
-func (n *Network) Status(context.Context) error {
-	v := n.view.Load()
-	if time.Since(v.at) > maxViewAge {
-		n.askRefresh()
+// The answer comes from memory. An answer older than a second triggers a reload in the background.
+// Status waits for it at most a second, so that it knows which plugins are installed now.
+func (n *Network) Status(ctx context.Context) error {
+	if time.Since(n.view.Load().at) > maxViewAge {
+		n.awaitRefresh(ctx)
 	}
-	return v.ready()
+	return n.view.Load().ready()
+}
+
+// awaitRefresh triggers a reload and waits for it and the plugins' answers.
+func (n *Network) awaitRefresh(ctx context.Context) {
+	round := *n.round.Load()
+	n.askRefresh()
+	patience := time.NewTimer(refreshPatience)
+	defer patience.Stop()
+	select {
+	case <-round:
+	case <-patience.C:
+	case <-ctx.Done():
+	}
+}
+
+// beginRound prepares the next refresh. endRound ends the waits for the present one.
+func (n *Network) beginRound() {
+	round := make(chan struct{})
+	n.round.Store(&round)
+}
+
+func (n *Network) endRound() {
+	ended := *n.round.Load()
+	n.beginRound()
+	close(ended)
 }
 
 // AskStatus runs STATUS and waits for its result, for at most ten seconds or until ctx ends. It
@@ -192,11 +220,12 @@ func (n *Network) AskStatus(ctx context.Context) error {
 		return v.loadErr
 	case v.missing != nil:
 		return v.missing
-	case !supports11(v.net.list):
-		return nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
+	if err := checkVersions(ctx, v.net.list, v.plugins); err != nil || !supports11(v.net.list) {
+		return err
+	}
 	return n.askStatus(ctx, v.net.list, n.ranges.Load())
 }
 

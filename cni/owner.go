@@ -26,6 +26,10 @@ type view struct {
 	skipped []Skipped // invalid files before net's
 	loadErr error     // the reason if net is nil
 	missing error     // a plugin that is not installed
+	plugins []program // of net's chain; nil if one is missing
+
+	versioned  bool  // VERSION of plugins has run
+	versionErr error // a plugin is too old
 	at      time.Time // when the directory was last read
 
 	asked     bool  // STATUS has run, or net's version has no STATUS
@@ -42,6 +46,8 @@ func (v *view) ready() error {
 		return v.loadErr
 	case v.missing != nil:
 		return v.missing
+	case v.versionErr != nil:
+		return v.versionErr
 	case !v.asked:
 		return errdefs.Unavailable("CNI network %q: STATUS still runs", v.net.list.Name)
 	}
@@ -71,11 +77,13 @@ type owner struct {
 	searches  chan search
 }
 
-// status is the result of one round of STATUS.
+// status is the result of one round of VERSION and STATUS.
 type status struct {
-	net    *network
-	ranges *[][]IPRange // the ranges that STATUS got
-	err    error
+	net        *network
+	plugins    []program    // those that VERSION ran
+	versionErr error        // a plugin is too old
+	ranges     *[][]IPRange // the ranges that STATUS got
+	err        error
 }
 
 func newOwner(ctx context.Context, n *Network) *owner {
@@ -116,10 +124,11 @@ func (o *owner) run() {
 			o.changed()
 		case <-o.settle:
 			o.settle = nil
-			o.reload()
+			o.refresh()
 		case <-o.n.refresh:
-			o.reload()
-			o.probe()
+			if o.settle == nil { // else the refresh follows the burst of changes
+				o.refresh()
+			}
 		case <-o.n.moved:
 			o.closeWatch()
 			o.openWatch()
@@ -129,6 +138,15 @@ func (o *owner) run() {
 		case s := <-o.searches:
 			o.endSearch(s)
 		}
+	}
+}
+
+// refresh reads the directory and asks the plugins. The round ends with their answers.
+func (o *owner) refresh() {
+	o.reload()
+	o.probe()
+	if o.probing == nil {
+		o.n.endRound()
 	}
 }
 
@@ -169,10 +187,15 @@ func (o *owner) reload() {
 	v.net, v.skipped, v.loadErr = o.n.configured()
 	if v.net.same(old.net) {
 		v.net, v.asked, v.statusErr = old.net, old.asked, old.statusErr
+		v.plugins, v.versioned, v.versionErr = old.plugins, old.versioned, old.versionErr
 		v.obstacles, v.obstaclesAt, v.obstaclesOf = old.obstacles, old.obstaclesAt, old.obstaclesOf
 	}
 	if v.net != nil {
-		v.missing = o.n.findPlugins(v.net.list)
+		var plugins []program
+		plugins, v.missing = o.n.findPlugins(v.net.list)
+		if !slices.Equal(plugins, v.plugins) {
+			v.plugins, v.versioned, v.versionErr = plugins, false, nil
+		}
 		v.asked = v.asked || !supports11(v.net.list)
 	}
 	o.n.view.Store(v)
@@ -180,7 +203,7 @@ func (o *owner) reload() {
 	if v.net != old.net || v.missing == nil && old.missing != nil {
 		o.n.announce()
 	}
-	if v.net != old.net {
+	if v.net != old.net || !v.versioned {
 		o.probe()
 	}
 }
@@ -199,17 +222,6 @@ func (o *owner) syncWatch() {
 		o.n.log.Warn("CNI configuration directory cannot be watched, changes are detected only when kubelet asks for the "+
 			"status", "dir", o.n.dirs.Load().conf, "error", err)
 	}
-}
-
-// findPlugins returns FailedPrecondition for the first plugin of the chain that is not installed,
-// because every ADD would fail.
-func (n *Network) findPlugins(list *libcni.NetworkConfigList) error {
-	for _, p := range list.Plugins {
-		if _, err := n.plugins.FindInPath(p.Network.Type, n.dirs.Load().bin); err != nil {
-			return errdefs.FailedPrecondition("CNI network %q: %w", list.Name, err)
-		}
-	}
-	return nil
 }
 
 func (o *owner) logChanges(old, v *view) {
@@ -233,8 +245,8 @@ func (o *owner) logChanges(old, v *view) {
 	}
 }
 
-// probe runs STATUS in a goroutine, one round at a time. A round of a network that is no longer
-// current is cancelled.
+// probe runs VERSION, unless it has run with the same programs, and STATUS in a goroutine, one round
+// at a time. A round of a network that is no longer current is cancelled.
 func (o *owner) probe() {
 	view := o.n.view.Load()
 	net := view.net
@@ -242,15 +254,20 @@ func (o *owner) probe() {
 		o.endProbe()
 		o.probing = nil
 	}
-	if net == nil || o.probing != nil || !supports11(net.list) {
+	if net == nil || o.probing != nil || view.missing != nil || view.versioned && !supports11(net.list) {
 		return
 	}
 	ctx, cancel := context.WithTimeout(o.ctx, statusTimeout)
 	o.probing, o.endProbe = net, cancel
 	o.n.done.Go(func() {
 		defer cancel()
-		s := status{net: net, ranges: o.n.ranges.Load()}
-		s.err = o.n.askStatus(ctx, net.list, s.ranges)
+		s := status{net: net, plugins: view.plugins, versionErr: view.versionErr, ranges: o.n.ranges.Load()}
+		if !view.versioned {
+			s.versionErr = checkVersions(ctx, net.list, view.plugins)
+		}
+		if supports11(net.list) {
+			s.err = o.n.askStatus(ctx, net.list, s.ranges)
+		}
 		if s.err != nil && view.asked && view.statusErr == nil && ctx.Err() == nil {
 			s.err = o.n.askStatus(ctx, net.list, s.ranges) // retries, because a transient error must not make the node NotReady
 		}
@@ -273,17 +290,24 @@ func (o *owner) endStatus(s status) {
 		return
 	}
 	old := o.n.view.Load()
+	if !slices.Equal(s.plugins, old.plugins) { // replaced meanwhile
+		o.probe()
+		return
+	}
 	now := *old
+	now.versioned, now.versionErr = true, s.versionErr
 	now.asked, now.statusErr = true, s.err
 	o.n.view.Store(&now)
+	was, is := errors.Join(old.versionErr, old.statusErr), errors.Join(s.versionErr, s.err)
 	switch {
-	case s.err != nil && (old.statusErr == nil || old.statusErr.Error() != s.err.Error()):
-		o.n.log.Warn("CNI network not ready", "network", s.net.list.Name, "error", s.err)
-	case s.err == nil && old.statusErr != nil:
+	case is != nil && (was == nil || was.Error() != is.Error()):
+		o.n.log.Warn("CNI network not ready", "network", s.net.list.Name, "error", is)
+	case is == nil && was != nil:
 		o.n.log.Info("CNI network ready", "network", s.net.list.Name)
 		o.n.announce()
 	}
 	o.startSearch()
+	o.n.endRound()
 }
 
 // askStatus runs STATUS for each plugin of the chain. Plugins without the verb count as ready.

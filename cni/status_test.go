@@ -3,10 +3,12 @@ package cni
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"os"
 	"runtime"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -250,4 +252,91 @@ func TestConfigValidation(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Status knows at once which plugins are installed, and the log has the return.
+func TestStatusAfterPluginsChanged(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", okResult)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n, log := b.startLogged()
+	testutil.Must(t, n.Status(t.Context()))
+	for range 2 {
+		b.age()
+		testutil.Must(t, os.Rename(b.bin+"/a", b.bin+"/a.away"))
+		if err := n.Status(t.Context()); err == nil || !strings.Contains(err.Error(), `plugin "a" is not installed`) {
+			t.Errorf("without the plugin: %v", err)
+		}
+		b.age()
+		testutil.Must(t, os.Rename(b.bin+"/a.away", b.bin+"/a"))
+		testutil.Must(t, n.Status(t.Context()))
+	}
+	if got := strings.Count(log(), "CNI network ready"); got != 2 {
+		t.Errorf("%d messages about the return in:\n%s", got, log())
+	}
+}
+
+// A plugin that is too old for the configuration makes the network not ready, until the plugin or
+// the configuration is replaced.
+func TestStatusOfOldPlugin(t *testing.T) {
+	b := newBed(t)
+	b.plugin("new", okResult)
+	b.plugin("old", okResult)
+	b.write(b.record+"/new.versions", `{"cniVersion":"1.1.0","supportedVersions":["0.4.0","1.0.0","1.1.0"]}`)
+	b.write(b.record+"/old.versions", `{"cniVersion":"1.0.0","supportedVersions":["0.3.1","0.4.0"]}`)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "new", "old"))
+	n := b.start()
+	b.ready(false)
+	err := n.Status(t.Context())
+	for _, part := range []string{`plugin "old"`, "supports the CNI versions 0.3.1, 0.4.0", `cniVersion "1.0.0"`, "install a newer plugin"} {
+		if err == nil || !strings.Contains(err.Error(), part) {
+			t.Errorf("%v, want %q", err, part)
+		}
+	}
+	if err := n.AskStatus(t.Context()); err == nil || !strings.Contains(err.Error(), "install a newer plugin") {
+		t.Errorf("AskStatus: %v", err)
+	}
+	b.write(b.record+"/old.versions", `{"cniVersion":"1.0.0","supportedVersions":["0.3.1","0.4.0","1.0.0"]}`)
+	b.plugin("old", okResult+"\n# replaced")
+	b.ready(true)
+	b.writeConf("1.conflist", conflist("1.1.0", "n", "new", "old"))
+	b.ready(false)
+	b.writeConf("1.conflist", conflist("0.4.0", "n", "new", "old"))
+	b.ready(true)
+}
+
+// age makes the view old enough for the next Status to refresh it.
+func (b *bed) age() {
+	old := *b.n.view.Load()
+	old.at = old.at.Add(-time.Minute)
+	b.n.view.Store(&old)
+}
+
+// startLogged is start. log returns what was logged.
+func (b *bed) startLogged() (n *Network, log func() string) {
+	b.t.Helper()
+	var text safeText
+	n, err := New(Config{ConfDir: b.conf, BinDirs: []string{b.bin}, CacheDir: b.cache, RunDir: b.runs}, slog.New(slog.NewTextHandler(&text, nil)))
+	testutil.Must(b.t, err)
+	b.t.Cleanup(n.Close)
+	b.n = n
+	return n, text.String
+}
+
+// safeText is a text that goroutines write. The lock guards text.
+type safeText struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (s *safeText) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.text.Write(p)
+}
+
+func (s *safeText) String() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.text.String()
 }
