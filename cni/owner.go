@@ -28,9 +28,9 @@ type view struct {
 	missing error     // a plugin that is not installed
 	plugins []program // of net's chain; nil if one is missing
 
-	versioned  bool  // VERSION of plugins has run
-	versionErr error // a plugin is too old
-	at      time.Time // when the directory was last read
+	versioned  bool      // VERSION of plugins has run
+	versionErr error     // a plugin is too old
+	at         time.Time // when the directory was last read
 
 	asked     bool  // STATUS has run, or net's version has no STATUS
 	statusErr error // the error of STATUS

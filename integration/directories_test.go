@@ -6,6 +6,7 @@ import (
 	"os/exec"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -93,7 +94,11 @@ func TestWrongDirectories(t *testing.T) {
 			}
 			serve := append(d.ServeCommand().Args[1:], flags...)
 			for _, args := range [][]string{append([]string{"config", "check"}, serve[1:]...), serve} {
-				out, err := d.Command(args...).CombinedOutput()
+				cmd := d.Command(args...)
+				cmd.WaitDelay = time.Second
+				end := time.AfterFunc(time.Minute, func() { _ = cmd.Process.Kill() }) // a daemon that starts
+				out, err := cmd.CombinedOutput()
+				end.Stop()
 				if err == nil || !strings.Contains(string(out), c.want) || !strings.Contains(string(out), "berth reset") {
 					t.Errorf("berth %s: %v, want %q in:\n%s", args[0], err, c.want, out)
 				}

@@ -20,11 +20,11 @@
 // derives from the container ID (package links). The reservation's note lists the host ports. If
 // the note is lost, DEL finds them by the pod's addresses (package rules).
 //
-// The bridge and the rules for all pods belong to the node. ADD creates them when they are missing,
-// and nothing removes them. A flush of the whole packet filter deletes the rules; each reload of
-// nftables.service flushes it. ADD and STATUS write the rules again, with the host ports of all
-// pods from the notes of the reservations. The kernel notifies the daemon (Watch), which also
-// writes them again.
+// The bridge and the rules for all pods belong to the node. ADD creates them when they are missing.
+// Only Retire and Uninstall remove them. A flush of the whole packet filter deletes the rules; each
+// reload of nftables.service flushes it. ADD and STATUS write the rules again, with the host ports
+// of all pods from the notes of the reservations. The kernel notifies the daemon (Watch), which
+// also writes them again.
 //
 // GC releases the reservations, bridge ports and rules of attachments that are not valid.
 //

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 
+	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/links"
 	"berth/cni/berthnet/rules"
 	"berth/internal/lockfile"
@@ -33,6 +34,20 @@ func Installed(key string) (names []string, err error) {
 		names = append(names, "nftables table inet "+rules.TablePrefix+key)
 	}
 	return names, err
+}
+
+// Retire uninstalls a network that gets no more pods, once no attachment has a reservation. It
+// returns what it has removed.
+func Retire(ctx context.Context, n *conf.Net) (removed []string, err error) {
+	installed, err := Installed(n.Key())
+	if err != nil || len(installed) == 0 {
+		return nil, err
+	}
+	reserved, err := Reservations(n)
+	if err != nil || len(reserved) > 0 {
+		return nil, err
+	}
+	return installed, Uninstall(ctx, n.Key())
 }
 
 // Uninstall deletes the devices and the nftables table of a network, which must have no pods. A

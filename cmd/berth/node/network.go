@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 	"strings"
 
+	"github.com/containernetworking/cni/pkg/types"
+
 	"berth/cmd/berth/config"
 	"berth/cni"
 	"berth/cni/berthnet"
@@ -22,6 +24,11 @@ const OwnNetwork = berthnet.Type
 // AddressDir is the directory for address reservations of the built-in network, relative to the
 // daemon's root.
 const AddressDir = "network"
+
+// OwnNet identifies the built-in network, whether or not the configuration uses it now.
+func OwnNet(cfg *config.Config) *conf.Net {
+	return &conf.Net{NetConf: types.NetConf{Name: OwnNetwork}, DataDir: filepath.Join(cfg.Root, AddressDir)}
+}
 
 // NetworkConfig returns the configuration of package cni. The pods' network is the built-in
 // network, or the network in CNI's configuration directory. If plugin is not nil, the plugin

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/cmd/berth/config"
+	"berth/cmd/berth/node"
 	"berth/cmd/berth/serve"
 	"berth/cni/berthnet"
 	"berth/internal/safefs"
@@ -48,7 +49,7 @@ func remove(ctx context.Context, cfg *config.Config, grace time.Duration, log *s
 			return fmt.Errorf("remove pods: %w", err)
 		}
 	}
-	if err := berthnet.Uninstall(ctx, networkKey(cfg)); err != nil {
+	if err := berthnet.Uninstall(ctx, node.OwnNet(cfg).Key()); err != nil {
 		return fmt.Errorf("remove the built-in network: %w", err)
 	}
 	if err := removeMounts(cfg); err != nil {

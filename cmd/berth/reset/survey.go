@@ -12,13 +12,11 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/containernetworking/cni/pkg/types"
 	"github.com/moby/sys/mountinfo"
 
 	"berth/cmd/berth/config"
 	"berth/cmd/berth/node"
 	"berth/cni/berthnet"
-	"berth/cni/berthnet/conf"
 	"berth/image"
 	"berth/internal/host"
 	"berth/oci/confine"
@@ -82,15 +80,8 @@ func (f *found) readImages(cfg *config.Config) error {
 	return err
 }
 
-// networkKey returns the key of the built-in network, whether or not the configuration uses it now.
-func networkKey(cfg *config.Config) string {
-	dir := filepath.Join(cfg.Root, node.AddressDir)
-	n := conf.Net{NetConf: types.NetConf{Name: node.OwnNetwork}, DataDir: dir}
-	return n.Key()
-}
-
 func (f *found) readNetwork(cfg *config.Config) (err error) {
-	f.network, err = berthnet.Installed(networkKey(cfg))
+	f.network, err = berthnet.Installed(node.OwnNet(cfg).Key())
 	return err
 }
 

@@ -12,6 +12,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime/debug"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -306,6 +307,9 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 		}
 	}
 	networkCfg.RunDir, networkCfg.Waits, networkCfg.Ran = node.CNIRunDir(a.cfg), a.waits, a.metrics.PluginRan
+	if !isOwn {
+		networkCfg.Ran = a.retireOwnNetwork()
+	}
 	network, err := cni.New(networkCfg, a.log)
 	if err != nil {
 		return nil, err
@@ -315,6 +319,40 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 		a.closing.Add("stop watching nftables", whileServing(func(ctx context.Context) { watchOwnNetwork(ctx, own, a.log) }))
 	}
 	return network, nil
+}
+
+// retireOwnNetwork removes what an earlier configuration's built-in network has left on the node, as
+// soon as no pod uses it. It returns the function to call after each run of a plugin.
+func (a *assembly) retireOwnNetwork() (ran func(plugin, verb string, took time.Duration, err error)) {
+	released := make(chan struct{}, 1)
+	released <- struct{}{} // the last pod may have ended before this start
+	retire := func(ctx context.Context) {
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-released:
+			}
+			removed, err := berthnet.Retire(ctx, node.OwnNet(a.cfg))
+			switch {
+			case err != nil && ctx.Err() == nil:
+				a.log.Warn("remove the built-in network, which is not configured any more", "error", err)
+			case len(removed) > 0:
+				a.log.Info("removed the built-in network: it is not configured any more, and no pod uses it",
+					"parts", strings.Join(removed, ", "))
+			}
+		}
+	}
+	a.closing.Add("stop removing the built-in network", whileServing(retire))
+	return func(plugin, verb string, took time.Duration, err error) {
+		a.metrics.PluginRan(plugin, verb, took, err)
+		if plugin == berthnet.Type && verb == "DEL" {
+			select {
+			case released <- struct{}{}:
+			default: // a release is pending
+			}
+		}
+	}
 }
 
 // watchOwnNetwork restores the rules of the built-in network when other programs delete them, until
