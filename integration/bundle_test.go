@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
 	"berth/integration/harness"
 )
 
@@ -44,6 +46,12 @@ func TestDebugBundleHasNoSecrets(t *testing.T) {
 	const secret = "hunter2-hunter2"
 	d := harness.StartDaemon(t, harness.WithHosts("registry.example",
 		"[host.\"https://registry.example\".header]\nX-Custom = [\""+secret+"\"]\n"))
+	for _, name := range []string{"host.example/x:" + secret + "@" + secret, "https://u:" + secret + "@host.example/?sig=" + secret} {
+		_, err := d.Images.PullImage(t.Context(), &runtimeapi.ImageSpec{Image: name}, nil, nil)
+		if err == nil {
+			t.Error("pulled " + name)
+		}
+	}
 	pod := d.RunPod(t)
 	c := pod.Run(t, harness.Env("PASSPHRASE", secret), harness.Script("echo "+secret+"; exec sleep 1000"))
 	files := bundle(t, d)

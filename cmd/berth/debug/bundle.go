@@ -23,7 +23,7 @@ const (
 // result is a collected part.
 type result struct {
 	name    string
-	content []byte
+	content clean
 	err     error
 	took    time.Duration
 }
@@ -56,9 +56,6 @@ func (p part) run(ctx context.Context, limit time.Duration) result {
 	collected := make(chan result, 1)
 	go func() {
 		content, err := p.collect(ctx)
-		if !p.binary {
-			content = redact(content)
-		}
 		if len(content) > maxPart {
 			content = content[:maxPart]
 			err = errors.Join(err, fmt.Errorf("cut after %d bytes", maxPart))
@@ -75,11 +72,11 @@ func (p part) run(ctx context.Context, limit time.Duration) result {
 	return r
 }
 
-// write writes the bundle with a summary as its first file.
-func write(w io.Writer, dir string, results []result) error {
+// write writes the bundle with a summary as its first file. Errors are free text.
+func (m *masker) write(w io.Writer, dir string, results []result) error {
 	compressed := gzip.NewWriter(w)
 	archive := tar.NewWriter(compressed)
-	all := append([]result{{name: "SUMMARY.txt", content: summary(results)}}, results...)
+	all := append([]result{{name: "SUMMARY.txt", content: m.summary(results)}}, results...)
 	for _, r := range all {
 		if len(r.content) == 0 {
 			continue
@@ -96,15 +93,15 @@ func write(w io.Writer, dir string, results []result) error {
 }
 
 // summary lists the parts with their times and errors.
-func summary(results []result) []byte {
+func (m *masker) summary(results []result) clean {
 	var b bytes.Buffer
 	fmt.Fprintf(&b, "%-24s %10s %8s  %s\n", "PART", "BYTES", "SECONDS", "NOTE")
 	for _, r := range results {
 		note := "ok"
 		if r.err != nil {
-			note = r.err.Error()
+			note = m.text(r.err.Error())
 		}
 		fmt.Fprintf(&b, "%-24s %10d %8.2f  %s\n", r.name, len(r.content), r.took.Seconds(), note)
 	}
-	return redact(b.Bytes())
+	return b.Bytes()
 }

@@ -5,9 +5,10 @@
 // The command also works if the daemon hangs or does not run. Each part has a time limit. A part
 // that fails leaves a note in the summary. The command changes nothing on the node.
 //
-// The bundle has no credentials. The command does not read files with credentials. It removes HTTP
-// headers from registry configurations, and values whose names look like secrets. The bundle has no
-// environment, command line or annotation of a container.
+// The bundle has no credentials. It contains only what is known to be harmless: fields and keys that
+// have one form, numbers, names of the node's objects, and words that berth's programs contain. The
+// command reads no file with credentials, and no environment, command line or annotation of a
+// container.
 package debug
 
 import (
@@ -49,9 +50,10 @@ and of berth's records, status, traces of pod starts, goroutines, memory profile
 metrics, log, versions, kernel, mounts and cgroups. It also works if the daemon
 hangs or does not run. SUMMARY.txt in the file lists the parts that failed.
 
-The file contains names of pods and images, paths and addresses. Credentials,
-HTTP headers of registries, and the environment, arguments and annotations of
-containers are left out. Review the file before you publish it.`,
+The file contains what is known to be harmless: numbers, addresses, names of pods
+and images, known options, and words of berth's own messages. REMOVED stands for
+everything else. Environment, arguments and annotations of containers are left out.
+Review the file before you publish it.`,
 		Args: cli.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, stop := cli.Interruptible(cmd.Context())
@@ -66,7 +68,7 @@ containers are left out. Review the file before you publish it.`,
 			if ctx.Err() != nil {
 				return cli.InterruptStatus(ctx, done(ctx.Err()))
 			}
-			if err := done(write(w, name, results)); err != nil {
+			if err := done(n.mask.write(w, name, results)); err != nil {
 				return err
 			}
 			report(cmd.ErrOrStderr(), results)
@@ -125,6 +127,11 @@ func report(w io.Writer, results []result) {
 // part is a file of the bundle.
 type part struct {
 	name    string
-	collect func(ctx context.Context) ([]byte, error) // may return partial content with an error
-	binary  bool                                      // the content is no text, and has no secrets
+	collect collector
 }
+
+// collector returns what may be published. It may return partial content with an error.
+type collector func(ctx context.Context) (clean, error)
+
+// cleaner makes content publishable.
+type cleaner func(content []byte) (clean, error)

@@ -30,6 +30,7 @@ import (
 
 // node describes the daemon for the parts.
 type node struct {
+	mask    *masker
 	cfg     *config.Config
 	flags   []string // flags of berth serve that this command got, without --state
 	state   string   // the flag that selects the check of the state
@@ -59,12 +60,20 @@ func newNode(ctx context.Context, flags *pflag.FlagSet, logFile string) *node {
 	} else {
 		n.notes = append(n.notes, fmt.Errorf("read the configuration: %w", err))
 	}
+	if err := n.ask(ctx); err != nil {
+		n.notes = append(n.notes, err)
+	}
+	n.learn(ctx)
+	return n
+}
+
+// ask takes the configuration of the running daemon.
+func (n *node) ask(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, askLimit)
 	defer cancel()
 	c, err := client.Dial(ctx, n.cfg.Listen)
 	if err != nil {
-		n.notes = append(n.notes, err)
-		return n
+		return err
 	}
 	defer c.Close() // no call is in progress
 	reported, err := c.Settings(ctx)
@@ -76,48 +85,86 @@ func newNode(ctx context.Context, flags *pflag.FlagSet, logFile string) *node {
 		}
 	}
 	if err != nil {
-		n.notes = append(n.notes, fmt.Errorf("ask the daemon for its configuration: %w", err))
+		return fmt.Errorf("ask the daemon for its configuration: %w", err)
 	}
-	return n
+	return nil
+}
+
+// learn makes the masker, with the names of the node's objects.
+func (n *node) learn(ctx context.Context) {
+	programs := []string{"/proc/self/exe"}
+	if self, err := os.Executable(); err == nil {
+		programs = append(programs, cmp.Or(n.cfg.ShimPath, filepath.Join(filepath.Dir(self), "berth-shim")))
+	}
+	m, err := newMasker(programs...)
+	if err != nil {
+		n.notes = append(n.notes, err)
+	}
+	names := append([]string{hostName(), version.Full()}, n.cfg.Paths()...)
+	var u unix.Utsname
+	if unix.Uname(&u) == nil {
+		names = append(names, unix.ByteSliceToString(u.Release[:]))
+	}
+	for _, dir := range n.cfg.RegistryDirs {
+		hosts, _ := filepath.Glob(filepath.Join(dir, "*", "hosts.toml")) // the part reports errors
+		for _, path := range hosts {
+			names = append(names, filepath.Base(filepath.Dir(path)))
+		}
+	}
+	ctx, cancel := context.WithTimeout(ctx, askLimit)
+	defer cancel()
+	objects, _ := n.objects(ctx) // the part reports errors
+	for _, o := range objects {
+		names = append(names, o.ID, o.Namespace, o.Name, o.Image)
+	}
+	n.mask = m.with(names...)
 }
 
 // parts returns the parts of the bundle. Figures of the running daemon come first, because a
 // restart loses them.
 func (n *node) parts() []part {
 	return []part{
-		{name: "goroutines.txt", collect: n.page("/debug/pprof/goroutine?debug=2")},
-		{name: "heap.pb.gz", collect: n.page("/debug/pprof/heap"), binary: true},
-		{name: "metrics.txt", collect: n.page("/metrics")},
-		{name: "daemon.txt", collect: n.daemonProcess},
-		{name: "status.json", collect: n.status},
-		{name: "pods.json", collect: n.pods},
-		{name: "traces.json", collect: n.traces},
-		{name: "config.json", collect: n.config},
-		{name: "registries.txt", collect: n.registries},
-		{name: "cni.txt", collect: n.networks},
-		{name: "check.json", collect: n.berth("check", "--json")},
-		{name: "check-state.json", collect: n.berth("check", n.state, "--json")},
-		{name: "log.txt", collect: n.log},
-		{name: "versions.txt", collect: n.versions},
-		{name: "kernel.txt", collect: files(kernelFiles...)},
-		{name: "kernel-log.txt", collect: command("dmesg", "--level=emerg,alert,crit,err,warn")},
-		{name: "mounts.txt", collect: files("/proc/self/mountinfo")},
-		{name: "disks.txt", collect: n.disks},
-		{name: "cgroups.txt", collect: n.cgroups},
-		{name: "processes.txt", collect: processes},
+		{"goroutines.txt", n.page("/debug/pprof/goroutine?debug=2", n.mask.stacks)},
+		{"heap.pb.gz", n.page("/debug/pprof/heap", asIs)}, // functions and sizes
+		{"metrics.txt", n.page("/metrics", n.mask.samples)},
+		{"daemon.txt", n.daemonProcess},
+		{"status.json", n.status},
+		{"pods.json", n.pods},
+		{"traces.json", n.traces},
+		{"config.json", n.config},
+		{"registries.txt", n.registries},
+		{"cni.txt", n.networks},
+		{"check.json", n.berth("check", "--json")},
+		{"check-state.json", n.berth("check", n.state, "--json")},
+		{"log.txt", n.log},
+		{"versions.txt", n.versions},
+		{"kernel.txt", n.kernel},
+		{"kernel-log.txt", command(n.mask.free, "dmesg", "--level=emerg,alert,crit,err,warn")},
+		{"mounts.txt", n.files(n.mask.mounts, "/proc/self/mountinfo")},
+		{"disks.txt", n.disks},
+		{"cgroups.txt", n.cgroups},
+		{"processes.txt", n.processes},
 	}
 }
 
+// kernelFiles contain numbers and names that the kernel gives.
 var kernelFiles = []string{
-	"/proc/version", "/proc/cmdline", "/proc/uptime", "/proc/loadavg", "/proc/meminfo", "/proc/cgroups",
+	"/proc/version", "/proc/uptime", "/proc/loadavg", "/proc/meminfo", "/proc/cgroups",
 	"/proc/pressure/cpu", "/proc/pressure/memory", "/proc/pressure/io", "/proc/filesystems", "/proc/modules",
 	"/proc/sys/kernel/pid_max", "/proc/sys/kernel/threads-max", "/proc/sys/fs/file-nr",
 	"/proc/sys/fs/inotify/max_user_instances",
 }
 
+// kernel returns the kernel's parameters, version and figures.
+func (n *node) kernel(ctx context.Context) (clean, error) {
+	parameters, err := n.files(n.mask.parameters, "/proc/cmdline")(ctx)
+	figures, figuresErr := n.files(asIs, kernelFiles...)(ctx)
+	return append(parameters, figures...), errors.Join(err, figuresErr)
+}
+
 // page returns a page of the daemon's debug socket.
-func (n *node) page(path string) func(context.Context) ([]byte, error) {
-	return func(ctx context.Context) ([]byte, error) {
+func (n *node) page(path string, convert cleaner) collector {
+	return func(ctx context.Context) (clean, error) {
 		resp, err := exporter.Get(ctx, n.cfg.State, path)
 		if err != nil {
 			return nil, err
@@ -126,8 +173,15 @@ func (n *node) page(path string) func(context.Context) ([]byte, error) {
 		if resp.StatusCode != http.StatusOK {
 			return nil, errors.New(resp.Status)
 		}
-		return io.ReadAll(io.LimitReader(resp.Body, maxPart+1))
+		content, err := io.ReadAll(io.LimitReader(resp.Body, maxPart+1))
+		return converted(convert, content, err)
 	}
+}
+
+// converted cleans content that may be partial.
+func converted(convert cleaner, content []byte, err error) (clean, error) {
+	cleaned, convertErr := convert(content)
+	return cleaned, errors.Join(err, convertErr)
 }
 
 // connected calls ask with a connection to the daemon, and encodes the answer.
@@ -141,22 +195,28 @@ func (n *node) connected(ctx context.Context, ask func(*client.Client) (any, err
 	if err != nil {
 		return nil, err
 	}
-	return json.MarshalIndent(answer, "", "  ")
+	return json.Marshal(answer)
 }
 
-// status returns verbose Status.
-func (n *node) status(ctx context.Context) ([]byte, error) {
-	return n.connected(ctx, func(c *client.Client) (any, error) {
+// status returns verbose Status. The configuration is a part of its own.
+func (n *node) status(ctx context.Context) (clean, error) {
+	content, err := n.connected(ctx, func(c *client.Client) (any, error) {
 		reply, err := c.RuntimeServiceClient.Status(ctx, &runtimeapi.StatusRequest{Verbose: true})
 		if err != nil {
 			return nil, err
 		}
 		answer := map[string]any{"conditions": reply.GetStatus().GetConditions()}
 		for key, value := range reply.GetInfo() {
-			answer[key] = json.RawMessage(value)
+			if key != "config" {
+				answer[key] = json.RawMessage(value)
+			}
 		}
 		return answer, nil
 	})
+	if err != nil {
+		return nil, err
+	}
+	return n.mask.document(content)
 }
 
 // object is a pod or container without what may contain secrets.
@@ -167,26 +227,36 @@ type object struct {
 }
 
 // pods lists pods and containers.
-func (n *node) pods(ctx context.Context) ([]byte, error) {
-	return n.connected(ctx, func(c *client.Client) (any, error) {
-		all := []object{}
-		pods, err := c.ListPodSandbox(ctx, &runtimeapi.ListPodSandboxRequest{})
-		if err != nil {
-			return nil, err
-		}
-		for _, p := range pods.GetItems() {
-			all = append(all, object{ID: p.GetId(), Namespace: p.GetMetadata().GetNamespace(), Name: p.GetMetadata().GetName(),
-				Handler: p.GetRuntimeHandler(), State: p.GetState().String(), Attempt: p.GetMetadata().GetAttempt(),
-				Created: time.Unix(0, p.GetCreatedAt())})
-		}
-		containers, err := c.ListContainers(ctx, &runtimeapi.ListContainersRequest{})
-		for _, x := range containers.GetContainers() {
-			all = append(all, object{ID: x.GetId(), Pod: x.GetPodSandboxId(), Name: x.GetMetadata().GetName(),
-				Image: x.GetImage().GetImage(), State: x.GetState().String(), Attempt: x.GetMetadata().GetAttempt(),
-				Created: time.Unix(0, x.GetCreatedAt())})
-		}
-		return all, err
-	})
+func (n *node) pods(ctx context.Context) (clean, error) {
+	all, err := n.objects(ctx)
+	content, encodeErr := indented(all)
+	return content, errors.Join(err, encodeErr)
+}
+
+// objects asks the daemon for pods and containers.
+func (n *node) objects(ctx context.Context) ([]object, error) {
+	c, err := client.Dial(ctx, n.cfg.Listen)
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close() // no call is in progress
+	all := []object{}
+	pods, err := c.ListPodSandbox(ctx, &runtimeapi.ListPodSandboxRequest{})
+	if err != nil {
+		return nil, err
+	}
+	for _, p := range pods.GetItems() {
+		all = append(all, object{ID: p.GetId(), Namespace: p.GetMetadata().GetNamespace(), Name: p.GetMetadata().GetName(),
+			Handler: p.GetRuntimeHandler(), State: p.GetState().String(), Attempt: p.GetMetadata().GetAttempt(),
+			Created: time.Unix(0, p.GetCreatedAt())})
+	}
+	containers, err := c.ListContainers(ctx, &runtimeapi.ListContainersRequest{})
+	for _, x := range containers.GetContainers() {
+		all = append(all, object{ID: x.GetId(), Pod: x.GetPodSandboxId(), Name: x.GetMetadata().GetName(),
+			Image: x.GetImage().GetImage(), State: x.GetState().String(), Attempt: x.GetMetadata().GetAttempt(),
+			Created: time.Unix(0, x.GetCreatedAt())})
+	}
+	return all, err
 }
 
 // maxTraces is the number of pods whose traces are collected, newest first.
@@ -194,8 +264,8 @@ const maxTraces = 100
 
 // traces returns the traces of the newest pods by ID. It uses no other part of their verbose
 // status.
-func (n *node) traces(ctx context.Context) ([]byte, error) {
-	return n.connected(ctx, func(c *client.Client) (any, error) {
+func (n *node) traces(ctx context.Context) (clean, error) {
+	content, err := n.connected(ctx, func(c *client.Client) (any, error) {
 		reply, err := c.ListPodSandbox(ctx, &runtimeapi.ListPodSandboxRequest{})
 		if err != nil {
 			return nil, err
@@ -216,30 +286,34 @@ func (n *node) traces(ctx context.Context) ([]byte, error) {
 		}
 		return all, ctx.Err()
 	})
+	if err != nil {
+		return nil, err
+	}
+	return n.mask.document(content)
 }
 
 // config returns the configuration in effect.
-func (n *node) config(context.Context) ([]byte, error) {
-	content, err := json.MarshalIndent(n.cfg, "", "  ")
+func (n *node) config(context.Context) (clean, error) {
+	content, err := indented(n.cfg.Masked(n.mask.text))
 	return content, errors.Join(append(n.notes, err)...)
 }
 
 // registries returns the hosts.toml files without HTTP headers.
-func (n *node) registries(context.Context) ([]byte, error) {
+func (n *node) registries(context.Context) (clean, error) {
 	var b bytes.Buffer
 	var failed error
 	for _, dir := range n.cfg.RegistryDirs {
 		paths, err := filepath.Glob(filepath.Join(dir, "*", "hosts.toml"))
 		failed = errors.Join(failed, err)
 		for _, path := range paths {
-			failed = errors.Join(failed, addFile(&b, path, maskTOML))
+			failed = errors.Join(failed, n.addFile(&b, path, n.mask.hosts))
 		}
 	}
 	return b.Bytes(), failed
 }
 
 // networks returns the CNI configuration files without secrets.
-func (n *node) networks(context.Context) ([]byte, error) {
+func (n *node) networks(context.Context) (clean, error) {
 	var b bytes.Buffer
 	entries, err := os.ReadDir(n.cfg.CNIConfDir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -248,21 +322,23 @@ func (n *node) networks(context.Context) ([]byte, error) {
 	for _, e := range entries {
 		switch filepath.Ext(e.Name()) {
 		case ".conf", ".conflist", ".json":
-			err = errors.Join(err, addFile(&b, filepath.Join(n.cfg.CNIConfDir, e.Name()), maskJSON))
+			err = errors.Join(err, n.addFile(&b, filepath.Join(n.cfg.CNIConfDir, e.Name()), n.mask.network))
 		}
 	}
 	for _, dir := range n.cfg.CNIBinDirs {
 		fmt.Fprintf(&b, "==> plugins in %s\n", dir)
 		plugins, _ := os.ReadDir(dir) // often missing
 		for _, p := range plugins {
-			fmt.Fprintln(&b, p.Name())
+			if identifier.MatchString(p.Name()) {
+				fmt.Fprintln(&b, p.Name())
+			}
 		}
 	}
 	return b.Bytes(), err
 }
 
 // addFile adds a file's content after convert, under a heading.
-func addFile(b *bytes.Buffer, path string, convert func([]byte) ([]byte, error)) error {
+func (n *node) addFile(b *bytes.Buffer, path string, convert cleaner) error {
 	content, err := readFile(path)
 	if err == nil {
 		content, err = convert(content)
@@ -270,7 +346,7 @@ func addFile(b *bytes.Buffer, path string, convert func([]byte) ([]byte, error))
 	if err != nil {
 		return fmt.Errorf("%s: %w", path, err)
 	}
-	fmt.Fprintf(b, "==> %s\n%s\n", path, content)
+	fmt.Fprintf(b, "==> %s\n%s\n", n.mask.text(path), content)
 	return nil
 }
 
@@ -285,13 +361,12 @@ func readFile(path string) ([]byte, error) {
 }
 
 // files returns the contents of files. Missing ones are left out.
-func files(paths ...string) func(context.Context) ([]byte, error) {
-	return func(context.Context) ([]byte, error) {
+func (n *node) files(convert cleaner, paths ...string) collector {
+	return func(context.Context) (clean, error) {
 		var b bytes.Buffer
 		var failed error
 		for _, path := range paths {
-			err := addFile(&b, path, func(content []byte) ([]byte, error) { return content, nil })
-			if !errors.Is(err, fs.ErrNotExist) {
+			if err := n.addFile(&b, path, convert); !errors.Is(err, fs.ErrNotExist) {
 				failed = errors.Join(failed, err)
 			}
 		}
@@ -301,40 +376,47 @@ func files(paths ...string) func(context.Context) ([]byte, error) {
 
 // berth returns the output of a subcommand of this program. A finding makes checks exit with 1 or
 // 3.
-func (n *node) berth(args ...string) func(context.Context) ([]byte, error) {
-	return func(ctx context.Context) ([]byte, error) {
-		content, err := command("/proc/self/exe", append(args, n.flags...)...)(ctx)
+func (n *node) berth(args ...string) collector {
+	return func(ctx context.Context) (clean, error) {
+		content, err := output(ctx, "/proc/self/exe", append(args, n.flags...)...)
 		exit, ok := errors.AsType[*exec.ExitError](err)
 		if ok && (exit.ExitCode() == 1 || exit.ExitCode() == 3) && len(content) > 0 {
 			err = nil
 		}
-		return content, err
+		return converted(n.mask.document, content, err)
 	}
 }
 
-// command returns the output of a command, also if it fails or exceeds its limit.
-func command(name string, args ...string) func(context.Context) ([]byte, error) {
-	return func(ctx context.Context) ([]byte, error) {
-		cmd := exec.CommandContext(ctx, name, args...)
-		cmd.WaitDelay = lateLimit / 2
-		var stderr bytes.Buffer
-		cmd.Stderr = &stderr
-		content, err := cmd.Output()
-		if err != nil && stderr.Len() > 0 {
-			text := stderr.String()
-			err = fmt.Errorf("%w: %s", err, strings.TrimSpace(text[:min(len(text), 500)]))
-		}
-		return content, err
+// command returns the output of a command.
+func command(convert cleaner, name string, args ...string) collector {
+	return func(ctx context.Context) (clean, error) {
+		content, err := output(ctx, name, args...)
+		return converted(convert, content, err)
 	}
+}
+
+// output returns the output of a command, also if it fails or exceeds its limit.
+func output(ctx context.Context, name string, args ...string) ([]byte, error) {
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.WaitDelay = lateLimit / 2
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	content, err := cmd.Output()
+	if err != nil && stderr.Len() > 0 {
+		text := stderr.String()
+		err = fmt.Errorf("%w: %s", err, strings.TrimSpace(text[:min(len(text), 500)]))
+	}
+	return content, err
 }
 
 // maxLog is how much of a log file is kept, from its end.
 const maxLog = 4 << 20
 
 // log returns the daemon's log.
-func (n *node) log(ctx context.Context) ([]byte, error) {
+func (n *node) log(ctx context.Context) (clean, error) {
 	if n.logFile == "" {
-		return command("journalctl", "--unit=berth", "--since=-6h", "--lines=20000", "--no-pager", "--output=short-iso")(ctx)
+		return command(n.mask.logLines, "journalctl", "--unit=berth", "--since=-6h", "--lines=20000", "--no-pager",
+			"--output=short-iso")(ctx)
 	}
 	f, err := os.Open(n.logFile)
 	if err != nil {
@@ -346,11 +428,12 @@ func (n *node) log(ctx context.Context) ([]byte, error) {
 			return nil, err
 		}
 	}
-	return io.ReadAll(io.LimitReader(f, maxPart))
+	content, err := io.ReadAll(io.LimitReader(f, maxPart))
+	return converted(n.mask.logLines, content, err)
 }
 
 // versions returns the versions of berth, Go, the kernel and the distribution.
-func (n *node) versions(ctx context.Context) ([]byte, error) {
+func (n *node) versions(ctx context.Context) (clean, error) {
 	var b bytes.Buffer
 	fmt.Fprintf(&b, "berth %s\n%s %s/%s\n", version.Full(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
 	var u unix.Utsname
@@ -360,7 +443,7 @@ func (n *node) versions(ctx context.Context) ([]byte, error) {
 		}
 		b.WriteByte('\n')
 	}
-	content, err := files("/etc/os-release")(ctx)
+	content, err := n.files(n.mask.distribution, "/etc/os-release")(ctx)
 	b.Write(content)
 	if daemon, askErr := n.connected(ctx, func(c *client.Client) (any, error) {
 		return c.Version(ctx, &runtimeapi.VersionRequest{})
@@ -373,7 +456,7 @@ func (n *node) versions(ctx context.Context) ([]byte, error) {
 }
 
 // disks returns the free space of berth's filesystems.
-func (n *node) disks(context.Context) ([]byte, error) {
+func (n *node) disks(context.Context) (clean, error) {
 	var b bytes.Buffer
 	var failed error
 	for _, path := range []string{n.cfg.Root, n.cfg.State, "/var/log", "/"} {

@@ -44,7 +44,7 @@ func (n *node) daemonPID(ctx context.Context) (int, error) {
 
 // daemonProcess returns the kernel's view of the daemon: memory, limits, descriptors, and where its
 // threads wait. It does not read the environment.
-func (n *node) daemonProcess(ctx context.Context) ([]byte, error) {
+func (n *node) daemonProcess(ctx context.Context) (clean, error) {
 	pid, err := n.daemonPID(ctx)
 	if err != nil {
 		return nil, err
@@ -58,20 +58,20 @@ func (n *node) daemonProcess(ctx context.Context) ([]byte, error) {
 		}
 		paths = append(paths, threads...)
 	}
-	content, err := files(paths...)(ctx)
+	content, err := n.files(asIs, paths...)(ctx)
 	b := bytes.NewBuffer(content)
 	fmt.Fprintf(b, "==> descriptors of process %d\n", pid)
 	links, listErr := os.ReadDir(dir + "/fd")
 	for _, l := range links {
 		if target, err := os.Readlink(filepath.Join(dir, "fd", l.Name())); err == nil {
-			fmt.Fprintln(b, l.Name(), target)
+			fmt.Fprintln(b, l.Name(), n.mask.text(target))
 		}
 	}
 	return b.Bytes(), errors.Join(err, listErr)
 }
 
-// processes lists the processes of the node by name and state. Command lines may contain secrets.
-func processes(context.Context) ([]byte, error) {
+// processes lists the processes of the node by name and state. A process can take any name.
+func (n *node) processes(context.Context) (clean, error) {
 	paths, err := filepath.Glob("/proc/[0-9]*/stat")
 	if err != nil {
 		return nil, err
@@ -83,13 +83,13 @@ func processes(context.Context) ([]byte, error) {
 		if err != nil {
 			continue // the process has exited
 		}
-		end := bytes.LastIndexByte(stat, ')')
+		begin, end := bytes.IndexByte(stat, '('), bytes.LastIndexByte(stat, ')')
 		fields := strings.Fields(string(stat[end+1:]))
-		if end < 0 || len(fields) < 2 {
+		if begin < 0 || end < begin || len(fields) < 2 {
 			continue
 		}
 		wchan, _ := os.ReadFile(filepath.Join(filepath.Dir(path), "wchan")) // needs CONFIG_KALLSYMS
-		fmt.Fprintf(&b, "%s %s %s %s\n", stat[:end+1], fields[0], fields[1], wchan)
+		fmt.Fprintf(&b, "%s(%s) %s %s %s\n", stat[:begin], n.mask.text(string(stat[begin+1:end])), fields[0], fields[1], wchan)
 	}
 	return b.Bytes(), nil
 }
@@ -102,7 +102,7 @@ var cgroupFiles = []string{
 }
 
 // cgroups returns the limits and the usage of the daemon's cgroups.
-func (n *node) cgroups(ctx context.Context) ([]byte, error) {
+func (n *node) cgroups(ctx context.Context) (clean, error) {
 	pid, err := n.daemonPID(ctx)
 	if err != nil {
 		return nil, err
@@ -111,7 +111,7 @@ func (n *node) cgroups(ctx context.Context) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	b := bytes.NewBuffer(content)
+	b := bytes.NewBufferString(n.mask.text(string(content)))
 	for line := range strings.Lines(string(content)) {
 		fields := strings.SplitN(strings.TrimSpace(line), ":", 3)
 		if len(fields) < 3 {
@@ -119,7 +119,7 @@ func (n *node) cgroups(ctx context.Context) ([]byte, error) {
 		}
 		for _, name := range cgroupFiles {
 			path := filepath.Join("/sys/fs/cgroup", fields[1], fields[2], name)
-			if addErr := addFile(b, path, func(c []byte) ([]byte, error) { return c, nil }); !errors.Is(addErr, fs.ErrNotExist) {
+			if addErr := n.addFile(b, path, asIs); !errors.Is(addErr, fs.ErrNotExist) {
 				err = errors.Join(err, addErr)
 			}
 		}

@@ -1,83 +1,296 @@
 package debug
 
 import (
-	"encoding/json"
+	"bytes"
+	"crypto/hmac"
+	"crypto/rand"
+	"crypto/sha256"
+	"debug/elf"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
 	"regexp"
-
-	"github.com/pelletier/go-toml/v2"
+	"strings"
+	"time"
 )
 
+// removed stands for a value that is not known to be harmless. Equal values have equal digits
+// behind it in one bundle, so that a reader can still follow an object through the log. The digits
+// are keyed: nobody can test a guess.
 const removed = "REMOVED"
 
-// secretName matches names of values that look like secrets.
-const secretName = `[\w.-]*(?:passw|secret|token|credential|api[_-]?key|private[_-]?key|access[_-]?key|identity_?token|auth)[\w.-]*`
+// masker lets text pass that is known to be harmless: numbers, addresses, words that the programs
+// of berth contain themselves, and names of this node's objects. It removes everything else. A
+// list of what secrets look like would miss the next kind of secret.
+type masker struct {
+	key      []byte          // of the digits behind removed
+	literals []byte          // read-only data of the programs
+	words    map[string]bool // words in it
+	names    map[string]bool // names of pods, containers, images, paths
+}
+
+// newMasker takes the words of the given programs. Without them it removes all words.
+func newMasker(programs ...string) (*masker, error) {
+	m := &masker{key: make([]byte, 32), words: map[string]bool{}, names: map[string]bool{}}
+	m.learn([]byte(kernelWords))
+	if _, err := rand.Read(m.key); err != nil {
+		return nil, fmt.Errorf("make a key for removed values: %w", err)
+	}
+	var failed error
+	for _, path := range programs {
+		literals, err := readOnlyData(path)
+		failed = errors.Join(failed, err)
+		m.learn(literals)
+	}
+	return m, failed
+}
+
+// kernelWords are words of the kernel's log and of mount options that berth's programs lack.
+const kernelWords = `default relatime lazytime noatime nodiratime errors remount discard barrier inode64 journal quota prjquota
+	usrquota grpquota seclabel nsdelegate memory_recursiveprot hugetlb pagesize udev devtmpfs debugfs tracefs securityfs
+	fuse fusectl binfmt xfs btrfs subvol subvolid compress zstd overlay lowerdir upperdir workdir redirect volatile metacopy
+	invoked killer oom_kill_process constraint nodemask cpuset mems_allowed global_oom task_memcg killed total anon rss shmem
+	pgtables oom_score_adj reaped blocked seconds tainted hung task lockup segfault sector buffer aborting corrupted
+	warning checksum orphan bridge promiscuous forwarding disabled martian conntrack table dropping packet apparmor denied
+	operation profile audit here cut trace`
+
+// readOnlyData returns the section of a program that has its string literals.
+func readOnlyData(path string) ([]byte, error) {
+	f, err := elf.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("read the texts of %s: %w", path, err)
+	}
+	defer f.Close()
+	section := f.Section(".rodata")
+	if section == nil {
+		return nil, fmt.Errorf("read the texts of %s: it has no section .rodata", path)
+	}
+	return section.Data()
+}
 
 var (
-	secretKey = regexp.MustCompile(`(?i)^` + secretName + `$`)
-	// header matches an HTTP header with credentials up to the end of its line.
-	header = regexp.MustCompile(`(?i)\b(authorization|proxy-authorization|cookie|set-cookie|x-registry-auth)\b(\\?"?\s*[:=]\s*)[^\r\n]+`)
-	bearer = regexp.MustCompile(`(?i)\b(bearer|basic)\s+[\w+/=.~-]{8,}`)
-	// assigned matches name=value, name: value and "name": "value", also within escaped JSON.
-	assigned = regexp.MustCompile(`(?i)(\b` + secretName + `\\?["']?\s*[:=]\s*)` +
-		`(\\"(?:[^"\\]|\\\\.)*\\"|"(?:[^"\\]|\\.)*"|'[^']*'|\[[^\]\n]*\]|[^\s,;"'\[{}\]\\]+)`)
-	userInfo = regexp.MustCompile(`(://)[^/\s"'@:]+(:[^/\s"'@]*)?@`)
+	literalWord = regexp.MustCompile(`[A-Za-z][A-Za-z0-9]*`)
+	// camel matches the parts of CamelCase, and words in capitals.
+	camel = regexp.MustCompile(`[A-Z]?[a-z]+|[A-Z]+|[0-9]+`)
 )
 
-// redact removes values from text that look like secrets. It is the second line of defence: parts
-// leave out secrets that they know.
-func redact(text []byte) []byte {
-	text = header.ReplaceAll(text, []byte("${1}${2}"+removed))
-	text = bearer.ReplaceAll(text, []byte("${1} "+removed))
-	text = assigned.ReplaceAll(text, []byte("${1}"+removed))
-	return userInfo.ReplaceAll(text, []byte("${1}"+removed+"@"))
-}
+const (
+	maxWord  = 24 // longer words of programs are binary data
+	minCamel = 3  // shorter parts of CamelCase occur by chance
+)
 
-// maskTree removes the values of secret keys, and of all keys below a key in whole, from decoded
-// JSON or TOML.
-func maskTree(v any, whole map[string]bool) any {
-	switch v := v.(type) {
-	case map[string]any:
-		for key, value := range v {
-			if _, nested := value.(map[string]any); whole[key] || secretKey.MatchString(key) && !nested {
-				v[key] = maskAll(value)
-			} else {
-				v[key] = maskTree(value, whole)
+// learn adds the words of string literals.
+func (m *masker) learn(literals []byte) {
+	m.literals = append(m.literals, literals...)
+	for _, word := range literalWord.FindAll(literals, -1) {
+		if len(word) > maxWord {
+			continue
+		}
+		m.words[string(bytes.ToLower(word))] = true
+		for _, part := range camel.FindAll(word, -1) {
+			if len(part) >= minCamel {
+				m.words[string(bytes.ToLower(part))] = true
 			}
 		}
-	case []any:
-		for i := range v {
-			v[i] = maskTree(v[i], whole)
+	}
+}
+
+// with returns a masker that also knows these names.
+func (m *masker) with(names ...string) *masker {
+	more := *m
+	more.names = maps.Clone(m.names)
+	for _, name := range names {
+		more.names[name] = true
+		for part := range strings.FieldsFuncSeq(name, isPathJoint) {
+			more.names[part] = true
 		}
 	}
-	return v
+	return &more
 }
 
-// maskAll replaces a value, and keeps the keys of a table.
-func maskAll(v any) any {
-	table, ok := v.(map[string]any)
-	if !ok {
-		return removed
-	}
-	for key := range table {
-		table[key] = removed
-	}
-	return table
+// secret returns what stands for a removed value.
+func (m *masker) secret(value string) string {
+	mac := hmac.New(sha256.New, m.key)
+	mac.Write([]byte(value))
+	return removed + "-" + hex.EncodeToString(mac.Sum(nil)[:3])
 }
 
-// maskTOML returns a hosts.toml without the values of HTTP headers.
-func maskTOML(content []byte) ([]byte, error) {
-	var v map[string]any
-	if err := toml.Unmarshal(content, &v); err != nil {
-		return nil, err
+var (
+	pemBlock = regexp.MustCompile(`(?s)-----BEGIN .*?(-----END [^\n-]*-----|$)`)
+	// namedSecret matches the name of a value that may consist of ordinary words. A colon also
+	// separates the parts of error texts, so only names of passwords count before one.
+	namedSecret = regexp.MustCompile(`(?i)([\w.-]*(?:passw|passphrase|\bpass\b|psk|secret|credential|pwd)[\w.-]*\\*["']?\s*[:=]|` +
+		`[\w.-]*(?:token|key|auth|cookie|sig|pin|bearer|session|login)[\w.-]*(?:\\*["']\s*[:=]|\s*=)|` +
+		`\b(?:authorization|proxy-authorization|cookie|set-cookie|x-registry-auth)\s*:)\s*\S`)
+	url  = regexp.MustCompile(`\w[\w+.-]*://\S+`)
+	unit = regexp.MustCompile(`\S+`)
+)
+
+// text returns free text without what is not known. A value behind the name of a secret is removed
+// up to the end of the line.
+func (m *masker) text(s string) string {
+	s = pemBlock.ReplaceAllStringFunc(s, m.secret)
+	var b strings.Builder
+	for line := range strings.Lines(s) {
+		rest := ""
+		if at := namedSecret.FindStringIndex(line); at != nil {
+			value := strings.TrimRight(line[at[1]-1:], "\n")
+			line, rest = line[:at[1]-1], m.secret(value)+"\n"
+		}
+		line = url.ReplaceAllStringFunc(line, m.location)
+		b.WriteString(unit.ReplaceAllStringFunc(line, m.unit) + rest)
 	}
-	return toml.Marshal(maskTree(v, map[string]bool{"header": true}))
+	if !strings.HasSuffix(s, "\n") {
+		return strings.TrimSuffix(b.String(), "\n")
+	}
+	return b.String()
 }
 
-// maskJSON returns a JSON document without the values of secret keys.
-func maskJSON(content []byte) ([]byte, error) {
-	var v any
-	if err := json.Unmarshal(content, &v); err != nil {
-		return nil, err
+// location removes credentials, query and fragment from a URL. A password may contain any
+// character, so they reach to the last @.
+func (m *masker) location(s string) string {
+	scheme, rest, _ := strings.Cut(s, "://")
+	if at := strings.LastIndexByte(rest, '@'); at >= 0 {
+		rest = m.secret(rest[:at]) + "@" + rest[at+1:]
 	}
-	return json.MarshalIndent(maskTree(v, nil), "", "  ")
+	if at := strings.IndexAny(rest, "?#;"); at >= 0 {
+		end := len(strings.TrimRight(rest, `"'):,.`))
+		rest = rest[:at+1] + m.secret(rest[at:]) + rest[max(end, at+1):]
+	}
+	return scheme + "://" + rest
 }
+
+const (
+	opening = "\"'`([{<\\"
+	closing = "\"'`)]}>,;:.!?\\"
+)
+
+// unit returns a sequence of characters without blanks, or what stands for it.
+func (m *masker) unit(s string) string {
+	body := strings.TrimRight(strings.TrimLeft(s, opening), closing)
+	if body == "" {
+		if len(s) > 3 { // punctuation only, but much of it
+			return m.secret(s)
+		}
+		return s
+	}
+	at := strings.Index(s, body)
+	if len(s)-len(body) > 6 {
+		return m.secret(s)
+	}
+	if m.harmless(body) {
+		return s
+	}
+	if key, value, found := strings.Cut(body, "="); found && m.harmless(key) {
+		return s[:at] + key + "=" + m.unit(value) + s[at+len(body):]
+	}
+	if scheme, place, found := strings.Cut(body, "://"); found && m.harmless(scheme) {
+		return s[:at] + scheme + "://" + m.path(place) + s[at+len(body):]
+	}
+	if strings.HasPrefix(body, "/") {
+		return s[:at] + m.path(body) + s[at+len(body):]
+	}
+	return s[:at] + m.secret(body) + s[at+len(body):]
+}
+
+var component = regexp.MustCompile(`[^/:@?#;]+`)
+
+// path returns a path or a URL without its scheme, with each unknown component removed.
+func (m *masker) path(s string) string {
+	return component.ReplaceAllStringFunc(s, func(part string) string {
+		if m.harmless(part) {
+			return part
+		}
+		return m.secret(part)
+	})
+}
+
+var (
+	placeholder = regexp.MustCompile(`^` + removed + `-[0-9a-f]{6}$`)
+	number      = regexp.MustCompile(`^[+-]?[0-9]{1,12}(\.[0-9]{1,9})?(%|[kKMGT]?i?B|[num]?s)?$`)
+	release     = regexp.MustCompile(`^(v|go)?[0-9]{1,4}(\.[0-9]{1,6}){1,3}$`)
+	device      = regexp.MustCompile(`^(eth|loop|dm-|md|cpu|[sv]d[a-z])[0-9]{0,3}$`)
+	moment      = regexp.MustCompile(`^[0-9]{4}-[0-9]{2}-[0-9]{2}(T[0-9:.]{8,18}(Z|[+-][0-9:]{4,5})?)?$`)
+	digest      = regexp.MustCompile(`^sha256:[0-9a-f]{64}$`)
+	address     = regexp.MustCompile(`^0x[0-9a-f]{1,16}$`)
+)
+
+// shaped returns whether s is a number, a time, a version, an address or a digest.
+func shaped(s string) bool {
+	for _, shape := range []*regexp.Regexp{number, release, device, moment, digest, address} {
+		if shape.MatchString(s) {
+			return true
+		}
+	}
+	if _, err := time.ParseDuration(s); err == nil && len(s) <= 16 {
+		return true
+	}
+	if _, err := netip.ParseAddr(s); err == nil {
+		return true
+	}
+	if _, err := netip.ParseAddrPort(s); err == nil {
+		return true
+	}
+	_, err := netip.ParsePrefix(s)
+	return err == nil
+}
+
+func isPathJoint(r rune) bool { return r == '/' || r == ':' || r == '@' }
+func isJoint(r rune) bool     { return strings.ContainsRune("/:-_.,=+~*[]", r) }
+
+// harmless returns whether s is known, or each of its parts. Parts of one or two letters occur in
+// every program, so only one of them is believed.
+func (m *masker) harmless(s string) bool {
+	if m.names[s] || m.allKnown(s) || shaped(s) || placeholder.MatchString(s) {
+		return true
+	}
+	for part := range strings.FieldsFuncSeq(s, isPathJoint) {
+		if !m.names[part] && !shaped(part) && !m.allKnown(part) {
+			return false
+		}
+	}
+	return strings.ContainsFunc(s, isPathJoint)
+}
+
+// allKnown returns whether s consists of known words with single characters between them.
+func (m *masker) allKnown(s string) bool {
+	short := 0
+	for part := range strings.FieldsFuncSeq(s, isJoint) {
+		if len(part) < minCamel && len(part) < len(s) {
+			short++
+		}
+		if short > 1 || !m.word(part) && !m.names[part] {
+			return false
+		}
+	}
+	return true
+}
+
+// word returns whether s is a word of the programs, in CamelCase too, or a short number.
+func (m *masker) word(s string) bool {
+	if number.MatchString(s) && len(s) <= 5 {
+		return true
+	}
+	if m.words[strings.ToLower(s)] {
+		return true
+	}
+	parts := camel.FindAllString(s, -1)
+	if strings.Join(parts, "") != s || len(parts) < 2 || len(parts) > 6 {
+		return false
+	}
+	for _, part := range parts {
+		if len(part) < minCamel || !m.words[strings.ToLower(part)] || part[0] <= '9' {
+			return false
+		}
+	}
+	return true
+}
+
+// literal returns whether the programs contain s as a whole.
+func (m *masker) literal(s string) bool {
+	return len(s) >= minLiteral && bytes.Contains(m.literals, []byte(s))
+}
+
+const minLiteral = 8 // shorter texts occur by chance
