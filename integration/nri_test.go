@@ -593,31 +593,30 @@ func TestNRIUpdateDuringEvent(t *testing.T) {
 	p.waitEvents(t, "StopContainer "+a.Config.Metadata.Name) // the plugin was not dropped
 }
 
-// berth does not take over another runtime's socket. It refuses an invalid plugin name.
 func TestNRIRefusesToStart(t *testing.T) {
-	for name, test := range map[string]struct {
-		prepare harness.DaemonOption
-		text    string
-	}{
-		"socket of another": {func(t *testing.T, d *harness.Daemon) {
-			harness.Must(t, os.Mkdir(filepath.Dir(nriSocket(d)), 0o700))
-			l := harness.Get(net.Listen("unix", nriSocket(d)))(t)
-			t.Cleanup(func() { harness.Must(t, l.Close()) })
-		}, "belongs to another runtime"},
-		"plugin without index": {func(t *testing.T, d *harness.Daemon) {
-			harness.Must(t, os.Mkdir(filepath.Join(d.Dir, "plugins"), 0o755))
-			harness.Must(t, os.WriteFile(filepath.Join(d.Dir, "plugins", "README"), nil, 0o755))
-		}, "README"},
-	} {
-		t.Run(name, func(t *testing.T) {
-			d := harness.NewDaemon(t, test.prepare)
-			t.Cleanup(func() { d.ForgetMounts(t) })
-			out, err := d.ServeCommand().CombinedOutput()
-			if err == nil || !strings.Contains(string(out), test.text) {
-				t.Errorf("the daemon exited with %v: %s", err, out)
-			}
-		})
+	d := harness.NewDaemon(t, func(t *testing.T, d *harness.Daemon) {
+		harness.Must(t, os.Mkdir(filepath.Join(d.Dir, "plugins"), 0o755))
+		harness.Must(t, os.WriteFile(filepath.Join(d.Dir, "plugins", "README"), nil, 0o755))
+	})
+	t.Cleanup(func() { d.ForgetMounts(t) })
+	out, err := d.ServeCommand().CombinedOutput()
+	if err == nil || !strings.Contains(string(out), "README") {
+		t.Errorf("the daemon exited with %v: %s", err, out)
 	}
+}
+
+// The socket of another runtime stays with it. berth runs pods, and starts installed plugins.
+func TestNRISocketOfAnotherRuntime(t *testing.T) {
+	d := harness.StartDaemon(t, installPlugin("20-good", ""), func(t *testing.T, d *harness.Daemon) {
+		harness.Must(t, os.Mkdir(filepath.Dir(nriSocket(d)), 0o700))
+		l := harness.Get(net.Listen("unix", nriSocket(d)))(t)
+		t.Cleanup(func() { harness.Must(t, l.Close()) })
+	})
+	d.RunPod(t, harness.HostNetwork).Run(t)
+	harness.WantText(t, "log", string(harness.Get(os.ReadFile(d.LogFile()))(t)), "no NRI plugin can connect", "belongs to another runtime")
+	harness.WantText(t, "events of the installed plugin", strings.Join(machine.ReadLines(installedEvents(d)), "\n"), "StartContainer")
+	conn := harness.Get(net.Dial("unix", nriSocket(d)))(t)
+	harness.Must(t, conn.Close())
 }
 
 // Installed plugins that do not start or register are skipped.

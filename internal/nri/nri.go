@@ -108,8 +108,15 @@ type Plugins struct {
 
 // New prepares plugins without starting any. The library keeps timeouts and log in package
 // variables, so a process can have only one Plugins.
+//
+// If another runtime listens on the socket, only programs in PluginDir can become plugins, until
+// the daemon's next start. The library cannot open its socket later.
 func New(cfg Config) (*Plugins, error) {
 	p := &Plugins{cfg: cfg, own: task.NewLifetime()}
+	if err := p.checkSocket(); err != nil {
+		cfg.Log.Warn("no NRI plugin can connect until berth's next start", "error", err)
+		p.cfg.Socket = ""
+	}
 	p.starting.Store(true)
 	nrilog.Set(logger{cfg.Log})
 	adaptation.SetPluginRegistrationTimeout(cfg.RegistrationTimeout)
@@ -117,12 +124,12 @@ func New(cfg Config) (*Plugins, error) {
 	options := []adaptation.Option{
 		adaptation.WithPluginPath(cfg.PluginDir),
 		adaptation.WithPluginConfigPath(cfg.PluginConfigDir),
-		adaptation.WithSocketPath(cfg.Socket),
+		adaptation.WithSocketPath(p.cfg.Socket),
 		adaptation.WithMetrics(metrics{p}),
 		adaptation.WithDefaultValidator(validatorConfig(cfg)),
 		adaptation.WithTTRPCOptions(interceptors()),
 	}
-	if cfg.Socket == "" {
+	if p.cfg.Socket == "" {
 		options = append(options, adaptation.WithDisabledExternalConnections())
 	}
 	var err error
@@ -151,13 +158,10 @@ func validatorConfig(cfg Config) *validator.DefaultValidatorConfig {
 
 // Start starts the plugins of PluginDir, reports all objects of rt to them, and then accepts
 // external ones. A plugin that fails to start is logged and skipped. Each may take the registration
-// timeout and two request timeouts. Start fails if the directory or socket is unusable, if another
-// runtime owns the socket, or if ctx ends. Then the caller must call Close.
+// timeout and two request timeouts. Start fails if the directory or socket is unusable, or if ctx
+// ends. Then the caller must call Close.
 func (p *Plugins) Start(ctx context.Context, rt Runtime) error {
 	p.runtime = rt
-	if err := p.checkSocket(); err != nil {
-		return err
-	}
 	started := make(chan error, 1)
 	p.own.Spawn(func() {
 		err := p.startLibrary()

@@ -84,8 +84,8 @@ func checkNRISocket(path string, listeners, daemon []process) Finding {
 	if slices.ContainsFunc(listeners, func(p process) bool { return slices.Contains(daemon, p) }) {
 		return ok(subject, "%s has %s", listeners[0], path)
 	}
-	return lacking(Failure, subject, fmt.Sprintf("%s listens on %s", listeners[0], path),
-		"set nri.socket to another path, or nri.enabled to false: berth does not start while another runtime uses it")
+	return lacking(Warning, subject, fmt.Sprintf("%s listens on %s", listeners[0], path),
+		"set nri.socket to another path, or restart berth when the other runtime has stopped: until then no NRI plugin can connect")
 }
 
 // checkCadvisorSocket judges the owner of the socket for cAdvisor. Only the daemon with the CRI

@@ -53,9 +53,9 @@ func TestSockets(t *testing.T) {
 		{"a daemon serves", []listens{{7, "berth", cri}}, "CRI socket", OK, "berth (pid 7)"},
 		{"systemd for a daemon", []listens{{1, "systemd", cri}}, "CRI socket", OK, "systemd"},
 		{"another runtime has the CRI socket", []listens{{7, "crio", cri}}, "CRI socket", Failure, "crio (pid 7)"},
-		{"another runtime has NRI", []listens{{7, "berth", cri}, {8, "containerd", nri}}, "NRI socket", Failure, "containerd (pid 8)"},
-		{"by another name", []listens{{8, "containerd", "/run/nri/nri.sock"}}, "NRI socket", Failure, "containerd (pid 8)"},
-		{"another berth has NRI", []listens{{7, "berth", cri}, {8, "berth", nri}}, "NRI socket", Failure, "berth (pid 8)"},
+		{"another runtime has NRI", []listens{{7, "berth", cri}, {8, "containerd", nri}}, "NRI socket", Warning, "containerd (pid 8)"},
+		{"by another name", []listens{{8, "containerd", "/run/nri/nri.sock"}}, "NRI socket", Warning, "containerd (pid 8)"},
+		{"another berth has NRI", []listens{{7, "berth", cri}, {8, "berth", nri}}, "NRI socket", Warning, "berth (pid 8)"},
 		{"containerd", []listens{{8, "containerd", "/run/containerd/containerd.sock"}}, "other runtime", Warning, "containerd (pid 8) listens on /run/containerd/containerd.sock"},
 		{"CRI-O", []listens{{8, "crio", "/var/run/crio/crio.sock"}}, "other runtime", Warning, "crio (pid 8)"},
 	} {
