@@ -27,9 +27,24 @@ install_packages() {
 	command -v apt-get >/dev/null || die "install these packages first: ${missing[*]}"
 	say "installing ${missing[*]}"
 	export DEBIAN_FRONTEND=noninteractive
-	apt-get install -qy --no-install-recommends "${missing[@]}" >/dev/null 2>&1 ||
-		{ apt-get update -q && apt-get install -qy --no-install-recommends "${missing[@]}"; } >/dev/null ||
+	apt_get install -qy --no-install-recommends "${missing[@]}" 2>/dev/null ||
+		{ apt_get update -q && apt_get install -qy --no-install-recommends "${missing[@]}"; } ||
 		die "apt-get could not install ${missing[*]}"
+}
+
+# apt_get ARG… runs apt-get, and waits up to BERTH_APT_PATIENCE seconds while another apt holds a lock, as
+# unattended-upgrades does on a new machine. DPkg::Lock::Timeout covers only dpkg's own lock.
+apt_get() {
+	local errors deadline=$((SECONDS + ${BERTH_APT_PATIENCE:-900})) told=
+	until errors=$(LC_ALL=C apt-get -o DPkg::Lock::Timeout="${BERTH_APT_PATIENCE:-900}" "$@" 2>&1 >/dev/null); do
+		if ! grep -qE 'Could not get lock|Unable to (lock|acquire)' <<<"$errors" || [ $SECONDS -ge $deadline ]; then
+			printf '%s\n' "$errors" >&2
+			return 1
+		fi
+		[ -n "$told" ] || say "waiting for another apt"
+		told=1
+		sleep "${BERTH_APT_PAUSE:-2}"
+	done
 }
 
 # BERTH_CORPUS_PACKAGES are packages that tests turn into images. They have many small files, hard
@@ -46,7 +61,7 @@ fetch_corpus() {
 	done
 	if [ ${#missing[@]} -gt 0 ]; then
 		command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || return
-		(cd "$dir" && { apt-get download -q "${missing[@]}" || { apt-get update -q && apt-get download -q "${missing[@]}"; }; }) >/dev/null 2>&1 || return
+		(cd "$dir" && { apt-get download -q "${missing[@]}" || { apt_get update -q && apt-get download -q "${missing[@]}"; }; }) >/dev/null 2>&1 || return
 	fi
 	echo "$dir"
 }

@@ -7,6 +7,7 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
@@ -153,4 +154,31 @@ func TestResetContinuesAfterFailure(t *testing.T) {
 		t.Errorf("%s: %v, want that it does not exist", d.Root, err)
 	}
 	harness.NoMachineLeaks(t, before, d)
+}
+
+// A mount point and the target of a link belong to the administrator: a reset empties them.
+func TestResetKeepsMountPoints(t *testing.T) {
+	for name, prepare := range map[string]func(t *testing.T, root string){
+		"mount point": func(t *testing.T, root string) {
+			harness.Must(t, os.MkdirAll(root, 0o700))
+			harness.Must(t, unix.Mount("x", root, "tmpfs", 0, ""))
+			t.Cleanup(func() { harness.Must(t, unix.Unmount(root, 0)) })
+		},
+		"link": func(t *testing.T, root string) { harness.Must(t, os.Symlink(t.TempDir(), root)) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := harness.NewDaemon(t)
+			harness.Must(t, os.RemoveAll(d.Root))
+			prepare(t, d.Root)
+			d.Start(t)
+			d.Stop(t)
+			if out, err := reset(d, "--yes"); err != nil {
+				t.Fatalf("%v: %s", err, out)
+			}
+			harness.Equal(t, "entries", len(harness.Get(os.ReadDir(d.Root))(t)), 0)
+			d.Start(t) // the directory still works
+			d.Stop(t)
+			harness.Get(reset(d, "--yes"))(t)
+		})
+	}
 }

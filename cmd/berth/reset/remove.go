@@ -183,17 +183,21 @@ func removeProfile() error {
 	return nil
 }
 
-// removeDirs removes the directories. Those that are mount points stay, empty.
+// removeDirs removes the directories. Mount points and targets of links stay, empty.
 func removeDirs(ctx context.Context, cfg *config.Config) error {
 	for _, path := range directories(cfg) {
+		keep := stays(path)
 		path = resolved(path)
-		if !isMountPoint(path) {
+		if !keep {
 			if err := safefs.RemoveAll(ctx, path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 				return fmt.Errorf("remove %s: %w", path, err)
 			}
 			continue
 		}
 		names, err := os.ReadDir(path)
+		if errors.Is(err, fs.ErrNotExist) { // the link has no target
+			continue
+		}
 		if err != nil {
 			return fmt.Errorf("remove the content of %s: %w", path, err)
 		}

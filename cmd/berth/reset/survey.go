@@ -177,7 +177,7 @@ func (f *found) readDirs(cfg *config.Config) error {
 		case errors.Is(err, fs.ErrNotExist):
 		case err != nil:
 			return err
-		case len(names) > 0 || !isMountPoint(path):
+		case len(names) > 0 || !stays(path):
 			f.dirs = append(f.dirs, path)
 		}
 	}
@@ -189,7 +189,12 @@ func directories(cfg *config.Config) []string {
 	return []string{cfg.Root, cfg.State, rootPlace(cfg)}
 }
 
-func isMountPoint(path string) bool {
+// stays reports whether the administrator made the directory: it is a mount point, or path is a
+// symbolic link to it.
+func stays(path string) bool {
+	if target, err := os.Readlink(path); err == nil && target != "" {
+		return true
+	}
 	mounted, err := mountinfo.Mounted(path)
 	return err == nil && mounted
 }

@@ -1,0 +1,137 @@
+package packaging
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"berth/internal/testutil"
+)
+
+// script returns a copy of a package's script that works below dir, and whose commands are first
+// looked up in dir/bin.
+func script(t *testing.T, dir, name string) func(args ...string) (string, error) {
+	t.Helper()
+	content, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	below := strings.NewReplacer("/var/lib/", dir+"/var/lib/", "/run/", dir+"/run/", "/etc/", dir+"/etc/")
+	text := below.Replace(string(content))
+	path := filepath.Join(dir, filepath.Base(name))
+	writeProgram(t, path, text)
+	return func(args ...string) (string, error) {
+		cmd := exec.Command("sh", append([]string{path}, args...)...)
+		cmd.Env = append(os.Environ(), "PATH="+dir+"/bin:"+os.Getenv("PATH"))
+		out, err := cmd.CombinedOutput()
+		return string(out), err
+	}
+}
+
+func writeProgram(t *testing.T, path, text string) {
+	t.Helper()
+	for _, err := range []error{os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(text), 0o755)} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// The first installation leaves the choice of the runtime to the operator of a node that has one.
+func TestInstallationBesideAnotherRuntime(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		enabled string
+		preset  bool
+	}{{"", true}, {"containerd.service", false}, {"crio.service", false}, {"docker.service", true}} {
+		for name, args := range map[string][]string{"deb/postinst": {"configure", ""}, "rpm/post": {"1"}} {
+			t.Run(name+" "+tt.enabled, func(t *testing.T) {
+				t.Parallel()
+				dir := t.TempDir()
+				writeProgram(t, dir+"/bin/systemctl", `#!/bin/sh
+case "$1 $2 $3" in
+"is-enabled --quiet `+tt.enabled+`") exit 0 ;;
+is-enabled*) exit 1 ;;
+preset*) echo preset >>`+dir+`/done ;;
+esac
+`)
+				if out, err := script(t, dir, name)(args...); err != nil {
+					t.Fatalf("%v: %s", err, out)
+				}
+				done, _ := os.ReadFile(dir + "/done") // missing: systemctl was not asked
+				if preset := string(done) == "preset\n"; preset != tt.preset {
+					t.Errorf("the unit got its preset: %v", preset)
+				}
+			})
+		}
+	}
+}
+
+// Mount points and targets of links belong to the administrator: a purge empties them.
+func TestPurgeKeepsMountPoints(t *testing.T) {
+	testutil.NeedRoot(t)
+	for name, prepare := range map[string]string{
+		"directory":     "mkdir -p $D/var/lib/berth",
+		"mount point":   "mkdir -p $D/var/lib/berth; mount -t tmpfs x $D/var/lib/berth",
+		"link":          "mkdir -p $D/disk/berth $D/var/lib; ln -s $D/disk/berth $D/var/lib/berth",
+		"link to mount": "mkdir -p $D/disk $D/var/lib; mount -t tmpfs x $D/disk; ln -s $D/disk $D/var/lib/berth",
+		"dangling link": "mkdir -p $D/var/lib; ln -s $D/none $D/var/lib/berth",
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			script(t, dir, "deb/postrm")
+			cmd := exec.Command("unshare", "--mount", "sh", "-ec", prepare+`
+if [ -d $D/var/lib/berth ]; then mkdir -p $D/var/lib/berth/images/x; echo x >$D/var/lib/berth/images/x/y; fi
+mkdir -p $D/run/berth $D/etc/berth/config.d
+sh $D/postrm purge
+for left in $D/var/lib/berth/* $D/run/berth $D/etc/berth; do [ ! -e "$left" ] || echo "left: $left"; done
+[ ! -d $D/var/lib/berth ] || echo stays`)
+			cmd.Env = append(os.Environ(), "D="+dir)
+			out, err := cmd.CombinedOutput()
+			want := "stays\n"
+			if name == "directory" || name == "dangling link" {
+				want = ""
+			}
+			if err != nil || string(out) != want {
+				t.Errorf("error %v, output %q, want %q", err, out, want)
+			}
+		})
+	}
+}
+
+// unattended-upgrades holds apt's locks for minutes on a new machine.
+func TestScriptsWaitForApt(t *testing.T) {
+	t.Parallel()
+	for name, tt := range map[string]struct {
+		message string
+		ok      bool
+	}{
+		"lists":    {"E: Could not get lock /var/lib/apt/lists/lock. It is held by process 7 (apt-get)", true},
+		"frontend": {"E: Unable to acquire the dpkg frontend lock (/var/lib/dpkg/lock-frontend), is another process using it?", true},
+		"dpkg":     {"E: Unable to lock directory /var/cache/apt/archives/", true},
+		"other":    {"E: Unable to locate package x", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			writeProgram(t, dir+"/bin/apt-get", `#!/bin/sh
+echo "$@" >>`+dir+`/calls
+[ "$(wc -l <`+dir+`/calls)" -lt 3 ] || exit 0
+echo '`+tt.message+`' >&2
+exit 100
+`)
+			cmd := exec.Command("bash", "-c", ". ../lib.sh; apt_get update")
+			cmd.Env = append(os.Environ(), "PATH="+dir+"/bin:"+os.Getenv("PATH"), "BERTH_APT_PAUSE=0")
+			out, err := cmd.CombinedOutput()
+			if (err == nil) != tt.ok || !tt.ok && !strings.Contains(string(out), tt.message) {
+				t.Errorf("error %v: %s", err, out)
+			}
+			calls, err := os.ReadFile(dir + "/calls")
+			if err != nil || !strings.Contains(string(calls), "DPkg::Lock::Timeout") {
+				t.Errorf("calls %q, error %v", calls, err)
+			}
+		})
+	}
+}
