@@ -21,6 +21,10 @@ import (
 	"github.com/spf13/pflag"
 )
 
+// RunDir is the directory below root in which "berth run" keeps the files of its pods, each below
+// the pod's UID.
+const RunDir = "run"
+
 // DefaultPath is the configuration file without --config. It need not exist.
 const DefaultPath = "/etc/berth/config.toml"
 

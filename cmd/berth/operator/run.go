@@ -15,12 +15,13 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
+	"berth/cmd/berth/config"
 	"berth/cmd/berth/podrun"
 	"berth/cmd/berth/podyaml"
 )
 
 const (
-	defaultRunDir      = "/var/lib/berth/run"
+	defaultRunDir      = "/var/lib/berth/" + config.RunDir
 	defaultSeccompRoot = "/var/lib/kubelet/seccomp"
 
 	maxManifest = 4 << 20 // in bytes, more than the API server accepts

@@ -3,11 +3,13 @@ package statecheck
 import (
 	"path/filepath"
 	"strings"
+
+	"berth/cmd/berth/config"
 )
 
 // Mounts: below the daemon's directories the host has the daemon's own mounts, and each running
-// pod's tmpfs and pinned namespaces. Each exists once, and the host has no others there. Launchers
-// mount in their own mount namespaces.
+// pod's tmpfs and pinned namespaces. Each exists once. Volumes of pods of "berth run" may be mounts,
+// too. The host has no others there. Launchers mount in their own mount namespaces.
 
 func compareMounts(f *facts, d *finder) {
 	expected, allowed := f.expectedMounts()
@@ -18,7 +20,7 @@ func compareMounts(f *facts, d *finder) {
 			continue
 		}
 		found[m.Mountpoint]++
-		if _, ok := expected[m.Mountpoint]; !ok && !allowed[m.Mountpoint] {
+		if _, ok := expected[m.Mountpoint]; !ok && !allowed[m.Mountpoint] && !f.isVolume(m.Mountpoint) {
 			d.differ("mount at "+m.Mountpoint, "no mount", "%s of %s", m.FSType, m.Source)
 		}
 	}
@@ -71,6 +73,22 @@ func (f *facts) isOurs(point string) bool {
 		}
 	}
 	return f.isPin(point)
+}
+
+// isVolume reports whether a mount is a volume, or a part of one, of an existing pod of "berth run", which has its
+// files below root.
+func (f *facts) isVolume(point string) bool {
+	below, ok := strings.CutPrefix(point, filepath.Join(f.realPath(f.node.Root), config.RunDir)+"/")
+	if !ok {
+		return false
+	}
+	uid, _, _ := strings.Cut(below, "/")
+	for _, p := range f.pods {
+		if p.Config.GetMetadata().GetUid() == uid {
+			return true
+		}
+	}
+	return false
 }
 
 func (f *facts) isPin(point string) bool {

@@ -219,6 +219,13 @@ var differences = []difference{
 	{"a mount that leaked", func(_ *testing.T, f *facts) {
 		f.mounts = append(f.mounts, &mountinfo.Info{Mountpoint: f.dirs.Writable("") + "/x", FSType: "overlay", Source: "overlay"})
 	}, []string{"mounts: mount at …/x: expected no mount, found overlay"}},
+	{"a volume of berth run", func(_ *testing.T, f *facts) {
+		f.pods[podID].Config.Metadata.Uid, f.views.pods[podID].Metadata.Uid = "uid", "uid"
+		f.mounts = append(f.mounts, &mountinfo.Info{Mountpoint: f.node.Root + "/run/uid/volumes/x", FSType: "tmpfs", Source: "tmpfs"})
+	}, nil},
+	{"a volume without its pod", func(_ *testing.T, f *facts) {
+		f.mounts = append(f.mounts, &mountinfo.Info{Mountpoint: f.node.Root + "/run/gone/volumes/x", FSType: "tmpfs", Source: "tmpfs"})
+	}, []string{"mounts: mount at …/x: expected no mount, found tmpfs"}},
 	{"a mount twice", func(_ *testing.T, f *facts) { f.mounts = append(f.mounts, f.mounts[3]) }, []string{"mounts: pod " + podID + ": expected one mount"}},
 	{"a mount that is gone", func(_ *testing.T, f *facts) { f.mounts = f.mounts[1:] }, []string{"mounts: the daemon: expected a mount"}},
 	{"images on a disk of their own", func(_ *testing.T, f *facts) { f.mounts = append(f.mounts, &mountinfo.Info{Mountpoint: f.imageRoot()}) }, nil},
