@@ -18,6 +18,7 @@ import (
 	"berth/cmd/berth/client"
 	"berth/cmd/berth/client/fakecri"
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 )
 
 func dial(t *testing.T, s *fakecri.Server) *client.Client {
@@ -182,6 +183,29 @@ func TestFindByNameIDOrPrefix(t *testing.T) {
 	for _, name := range []string{"web/log", "db/log"} {
 		if !strings.Contains(err.Error(), name) {
 			t.Errorf("%v does not name %s", err, name)
+		}
+	}
+}
+
+// A name of a container and of a pod means neither. A command for containers takes the container of
+// the pod with its name.
+func TestNameOfContainerAndPodIsAmbiguous(t *testing.T) {
+	t.Parallel()
+	s := &fakecri.Server{}
+	c := dial(t, s)
+	ids := populate(t, c, s, "web", "web/web", "web/log", "db", "web/db")
+	for ref, inside := range map[string]string{"web": ids["web/web"], "db": ""} {
+		_, _, err := c.Find(t.Context(), ref)
+		testutil.WantError(t, err, codes.InvalidArgument, "container "+client.ShortID(ids["web/"+ref])+" (web/"+ref+")", "pod "+client.ShortID(ids[ref])+" (ns/"+ref+")")
+		container, pod, err := c.FindForContainer(t.Context(), ref)
+		if container.GetId() != inside || pod != nil || (err == nil) != (inside != "") {
+			t.Errorf("%s for a container: %v, %v, %v", ref, container, pod, err)
+		}
+	}
+	for ref, want := range map[string]string{"ns/web": ids["web"], "web/web": ids["web/web"]} {
+		container, pod, err := c.Find(t.Context(), ref)
+		if err != nil || container.GetId()+pod.GetId() != want {
+			t.Errorf("%s: %v, %v, %v", ref, container, pod, err)
 		}
 	}
 }

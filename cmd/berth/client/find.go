@@ -81,8 +81,21 @@ func (c *Client) FindContainer(ctx context.Context, ref string) (*runtimeapi.Con
 	return only("container", ref, found)
 }
 
-// Find returns the container that ref identifies, or the pod if no container matches equally well.
+// Find returns the container or pod that ref identifies. A reference that matches a container and a
+// pod in the same form is ambiguous.
 func (c *Client) Find(ctx context.Context, ref string) (*runtimeapi.Container, *runtimeapi.PodSandbox, error) {
+	return c.find(ctx, ref, false)
+}
+
+// FindForContainer is Find for commands that act on a container. In a pod with a container of the
+// same name, the name stands for this container.
+func (c *Client) FindForContainer(ctx context.Context, ref string) (
+	*runtimeapi.Container, *runtimeapi.PodSandbox, error) {
+	return c.find(ctx, ref, true)
+}
+
+func (c *Client) find(ctx context.Context, ref string, inner bool) (
+	*runtimeapi.Container, *runtimeapi.PodSandbox, error) {
 	if ref == "" {
 		return nil, nil, errdefs.InvalidArgument("empty reference")
 	}
@@ -97,14 +110,27 @@ func (c *Client) Find(ctx context.Context, ref string) (*runtimeapi.Container, *
 	switch {
 	case containers.how == nowise && pods.how == nowise:
 		return nil, nil, errdefs.NotFound("no container or pod %q", ref)
-	case containers.how == byPrefix && pods.how == byPrefix:
-		return nil, nil, ambiguous("container or pod", ref, append(containers.describe(), pods.describe()...))
+	case containers.how == pods.how && !(inner && within(containers.items, pods.items)):
+		return nil, nil, ambiguous("container or pod", ref,
+			append(prefixed("container ", containers.describe()), prefixed("pod ", pods.describe())...))
 	case containers.how >= pods.how:
 		container, err := only("container", ref, containers)
 		return container, nil, err
 	}
 	pod, err := only("pod", ref, pods)
 	return nil, pod, err
+}
+
+// within returns whether the only container is in the only pod.
+func within(containers []*runtimeapi.Container, pods []*runtimeapi.PodSandbox) bool {
+	return len(containers) == 1 && len(pods) == 1 && containers[0].GetPodSandboxId() == pods[0].GetId()
+}
+
+func prefixed(prefix string, texts []string) []string {
+	for i := range texts {
+		texts[i] = prefix + texts[i]
+	}
+	return texts
 }
 
 func (c *Client) matchPods(ctx context.Context, ref string) (matches[*runtimeapi.PodSandbox], error) {

@@ -221,7 +221,7 @@ func previousOf(ctx context.Context, c *client.Client, container *runtimeapi.Con
 func findEither(ctx context.Context, c *client.Client, ref, name string) (
 	*runtimeapi.Container, *runtimeapi.PodSandbox, error) {
 	if name == "" {
-		return c.Find(ctx, ref)
+		return c.FindForContainer(ctx, ref)
 	}
 	pod, err := c.FindPod(ctx, ref)
 	return nil, pod, err
