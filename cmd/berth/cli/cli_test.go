@@ -5,9 +5,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"syscall"
 	"testing"
+	"time"
+
+	"github.com/spf13/pflag"
 )
 
 func TestExitCode(t *testing.T) {
@@ -67,5 +71,22 @@ func TestSecondContextOutlivesParent(t *testing.T) {
 	<-ctx.Done()
 	if now.Err() != nil {
 		t.Error("the second context ended with its parent")
+	}
+}
+
+func TestDurationsWithoutUnitAreSeconds(t *testing.T) {
+	t.Parallel()
+	for text, want := range map[string]time.Duration{
+		"10": 10 * time.Second, "0": 0, "0.5": time.Second / 2, "1m30s": 90 * time.Second, "250ms": 250 * time.Millisecond,
+		"-1": -1, "-1s": -1, "": -1, "x": -1, "10 s": -1, "1e300": -1, "NaN": -1, "Inf": -1,
+	} {
+		var d time.Duration
+		flags := pflag.NewFlagSet("x", pflag.ContinueOnError)
+		flags.SetOutput(io.Discard)
+		DurationVarP(flags, &d, "timeout", "t", time.Minute, "")
+		err := flags.Parse([]string{"-t", text})
+		if want < 0 && err == nil || want >= 0 && (err != nil || d != want) {
+			t.Errorf("%q is %v, %v; want %v", text, d, err, want)
+		}
 	}
 }

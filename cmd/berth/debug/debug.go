@@ -77,7 +77,7 @@ Review the file before you publish it.`,
 	}
 	config.AddFlags(cmd.Flags())
 	cmd.Flags().StringVarP(&output, "output", "o", "", "file to write, or - for standard output (default berth-debug-HOST-TIME.tar.gz)")
-	cmd.Flags().DurationVar(&limit, "limit", partLimit, "time limit of each part")
+	cli.DurationVar(cmd.Flags(), &limit, "limit", partLimit, "time limit of each part")
 	cmd.Flags().StringVar(&logFile, "log", "", "log file of the daemon; empty: the journal of berth.service")
 	return cmd
 }

@@ -50,7 +50,7 @@ writes to standard output. docs/checkpoint.md lists what cannot be saved.`,
 	}
 	flags := cmd.Flags()
 	flags.StringVarP(&options.output, "output", "o", "", "file to create, an empty directory, or - for standard output")
-	flags.DurationVar(&options.timeout, "timeout", 0, "give up after this time; 0: the runtime's limit")
+	cli.DurationVar(flags, &options.timeout, "timeout", 0, "give up after this time; 0: the runtime's limit")
 	flags.BoolVarP(&options.force, "force", "f", false, "replace an existing file")
 	flags.BoolVar(&options.remove, "rm", false, "afterwards kill and remove the pod or container")
 	flags.StringVar(&options.runDir, "run-dir", defaultRunDir, "directory in which berth run keeps pods' files")

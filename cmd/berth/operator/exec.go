@@ -46,7 +46,7 @@ need berth as the runtime. They change no capabilities.`,
 	cmd.SetFlagErrorFunc(flagStatus)
 	flags := cmd.Flags()
 	e.container = o.addContainerFlag(cmd)
-	flags.DurationVar(&e.timeout, "timeout", 0, "kill the command after this time; 0: never")
+	cli.DurationVar(flags, &e.timeout, "timeout", 0, "kill the command after this time; 0: never")
 	e.addFlags(cmd)
 	e.options.addFlags(flags)
 	flags.SetInterspersed(false) // flags after the container belong to the command

@@ -90,7 +90,7 @@ func parseSince(since string, now time.Time) (time.Time, error) {
 	if since == "" {
 		return time.Time{}, nil
 	}
-	if d, err := time.ParseDuration(since); err == nil {
+	if d, err := cli.ParseDuration(since); err == nil {
 		return now.Add(-d), nil
 	}
 	at, err := time.Parse(time.RFC3339Nano, since)

@@ -67,7 +67,7 @@ Files decide what a pod may access, so a file that gives its pod access to the n
 	flags.BoolVar(&r.noStart, "no-start", false, "leave the containers created; start them with crictl start")
 	flags.BoolVar(&r.allowAccess, "allow-node-access", false, "give the pod the access to the node that it had")
 	flags.BoolVar(&r.dryRun, "dry-run", false, "only print what would run")
-	flags.DurationVar(&r.timeout, "timeout", 0, "give up after this time; 0: the runtime's limit")
+	cli.DurationVar(flags, &r.timeout, "timeout", 0, "give up after this time; 0: the runtime's limit")
 	flags.StringVar(&r.runDir, "run-dir", defaultRunDir, "directory for the pod's files while it exists (hosts, logs)")
 	flags.StringVar(&r.logDir, "log-dir", "", "keep logs below this directory, in the layout of /var/log/pods")
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {

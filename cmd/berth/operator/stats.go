@@ -32,7 +32,7 @@ last interval. Memory is the working set, as in kubelet. The limit is empty with
 	out := addOutputFlag(cmd, outputTable, outputJSON, outputYAML, outputTemplate)
 	cmd.Flags().BoolVar(&once, "no-stream", false, "print one table and exit")
 	cmd.Flags().BoolVar(&pods, "pods", false, "show pods instead of containers")
-	cmd.Flags().DurationVar(&interval, "interval", time.Second, "time between two measurements")
+	cli.DurationVar(cmd.Flags(), &interval, "interval", time.Second, "time between two measurements")
 	cmd.ValidArgsFunction = o.completeNames(containerNames, podNames)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		const shortest = 100 * time.Millisecond

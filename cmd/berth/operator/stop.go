@@ -27,8 +27,7 @@ A pod's containers get its grace period, then the pod's network is removed. A
 stopped pod can be inspected until "berth rm".`,
 		Args: cli.Args(1, 0, "name a container or pod"),
 	}
-	cmd.Flags().
-		DurationVarP(&timeout, "timeout", "t", fromManifest, "grace period before SIGKILL (default: the manifest's, or 30s)")
+	cli.DurationVarP(cmd.Flags(), &timeout, "timeout", "t", fromManifest, "grace period before SIGKILL (default: the manifest's, or 30s)")
 	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "directory in which berth run keeps pods' files")
 	cmd.Flags().Lookup("timeout").DefValue = "0s" // not shown: the text states the default
 	cmd.ValidArgsFunction = o.completeNames(containerNames, podNames)

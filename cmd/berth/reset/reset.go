@@ -63,7 +63,7 @@ stop berth.socket berth.service", or let --stop-daemon stop it.`,
 	flags.BoolVar(&o.dryRun, "dry-run", false, "print what would be removed, and change nothing")
 	flags.BoolVarP(&o.yes, "yes", "y", false, "do not ask for confirmation")
 	flags.BoolVar(&o.stop, "stop-daemon", false, "stop a running daemon first, with systemctl if it is a unit of systemd")
-	flags.DurationVar(&o.grace, "grace-period", 10*time.Second, "time for containers to exit after SIGTERM")
+	cli.DurationVar(flags, &o.grace, "grace-period", 10*time.Second, "time for containers to exit after SIGTERM")
 	return cmd
 }
 
