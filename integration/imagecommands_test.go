@@ -87,9 +87,23 @@ func TestImageCommands(t *testing.T) {
 		t.Errorf("after the removal of one of two names:\n%s", list)
 	}
 	d.RunPod(t, harness.HostNetwork).Run(t, harness.Image("example.com/second:v2"))
+	runBerth(t, d, "image", "tag", "example.com/second:v2", "example.com/third:v3")
+	refused := func(ref, want string) {
+		if out, err := tryBerth(d, "rmi", ref); err == nil || !strings.Contains(out, want) || d.ImageStatus(t, id) == nil {
+			t.Errorf("rmi %s: %v: %s", ref, err, out)
+		}
+	}
+	refused(id, "several names")
+	runBerth(t, d, "rmi", "example.com/third:v3") // one of two names
+	refused(id[7:19], "in use by container")
+	refused("example.com/second:v2", "in use by container")
 	runBerth(t, d, "image", "prune", "--all")
 	if d.ImageStatus(t, id) == nil {
 		t.Error("prune has removed the image of a container")
+	}
+	runBerth(t, d, "rmi", "--force", id)
+	if d.ImageStatus(t, id) != nil {
+		t.Error("rmi --force has kept an image")
 	}
 	unused := harness.BuildImage(t, v1.Config{User: "web"})
 	runBerth(t, d, "image", "load", dockerArchive(t, "example.com/unused:v1", unused))

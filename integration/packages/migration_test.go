@@ -24,12 +24,13 @@ func TestMigrationInGuest(t *testing.T) {
 	if os.Getenv(containerdEnv) == "" || os.Getenv(pagesEnv) == "" {
 		t.Skip(containerdEnv + " or " + pagesEnv + " is not set: run contrib/guest -packages systemd")
 	}
-	install(t, "old")
-	t.Cleanup(func() { run(t, "apt-get", "purge", "--yes", "berth") })
 	addAddress(t)
 	completeCPUInfo(t)
 	harness.Must(t, os.RemoveAll(manifests)) // those of another test
 	startContainerd(t)
+	install(t, "old")
+	t.Cleanup(func() { run(t, "apt-get", "purge", "--yes", "berth") })
+	harness.Equal(t, "unit file beside containerd", property(t, "berth.service", "UnitFileState"), "disabled")
 	write(t, "/var/lib/kubelet/config.yaml", strings.Replace(kubeletConfig, "/run/berth/berth.sock", "/run/containerd/containerd.sock", 1))
 	startKubeletWith(t, "/var/lib/kubelet/config.yaml")
 	write(t, filepath.Join(manifests, "moved.yaml"), fmt.Sprintf(`apiVersion: v1

@@ -118,24 +118,28 @@ func tagCommand(o *connection) *cobra.Command {
 }
 
 func rmCommand(o *connection) *cobra.Command {
-	return &cobra.Command{
+	var force bool
+	cmd := &cobra.Command{
 		Use: "rm REF…", Short: "Remove images, or one of their names", Args: cli.Args(1, 0, "name an image"),
 		Long: `Remove images. If REF is one of several names of an image, only that name is removed.
 An ID, a name with a digest or the last name removes the image with all of its names. Removed names
-are printed on standard error. Containers that use the image keep running.`,
+are printed on standard error. Without --force, an image with several names is not removed by its ID
+or digest, and an image that a container uses is not removed. Containers keep running.`,
 		ValidArgsFunction: o.CompleteImages,
-		RunE: o.connected(func(c *call) error {
-			for _, ref := range c.args {
-				if err := c.remove(ref); err != nil {
-					return err
-				}
-			}
-			return nil
-		}),
 	}
+	cmd.Flags().BoolVarP(&force, "force", "f", false, "remove the image with all its names, also if containers use it")
+	cmd.RunE = o.connected(func(c *call) error {
+		for _, ref := range c.args {
+			if err := c.remove(ref, force); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	return cmd
 }
 
-func (c *call) remove(ref string) error {
+func (c *call) remove(ref string, force bool) error {
 	img, _, err := find(c.Context(), c.Client, ref)
 	if err != nil {
 		return err
@@ -144,6 +148,11 @@ func (c *call) remove(ref string) error {
 	if byName && !strings.Contains(ref, "@") && len(img.GetRepoTags()) > 1 {
 		_, err := c.Untag(c.Context(), ref)
 		return errors.Join(err, c.untagged(err, ref))
+	}
+	if !force {
+		if err := c.checkUnused(img, ref); err != nil {
+			return err
+		}
 	}
 	err = c.removeID(img.GetId())
 	return errors.Join(err, c.untagged(err, img.GetRepoTags()...))
@@ -156,6 +165,21 @@ func (c *call) untagged(err error, names ...string) error {
 	}
 	_, err = fmt.Fprintln(c.ErrOrStderr(), "untagged", strings.Join(names, " "))
 	return err
+}
+
+// checkUnused refuses the removal of an image that has several names, or that a container uses.
+func (c *call) checkUnused(img *runtimeapi.Image, ref string) error {
+	if tags := img.GetRepoTags(); len(tags) > 1 {
+		return fmt.Errorf("image %s has several names: remove one of %s, or use --force", ref, strings.Join(tags, ", "))
+	}
+	used, err := imagesInUse(c.Context(), c.Client)
+	if err != nil {
+		return err
+	}
+	if user := used[img.GetId()]; user != "" {
+		return fmt.Errorf("image %s is in use by container %s: remove the container, or use --force", ref, user)
+	}
+	return nil
 }
 
 func (c *call) removeID(id string) error {
@@ -193,7 +217,7 @@ images that no container uses. Pinned images stay. kubelet pulls an image again 
 		var count int
 		var freed uint64
 		for _, img := range images {
-			if img.Pinned || used[img.ID] || !all && len(img.Tags)+len(img.Digests) > 0 {
+			if img.Pinned || used[img.ID] != "" || !all && len(img.Tags)+len(img.Digests) > 0 {
 				continue
 			}
 			count++
@@ -256,14 +280,15 @@ func (c *call) pruneIndexes(dry bool) error {
 }
 
 // imagesInUse returns the IDs of the images of all containers and their image volumes.
-func imagesInUse(ctx context.Context, c *client.Client) (map[string]bool, error) {
+func imagesInUse(ctx context.Context, c *client.Client) (map[string]string, error) {
 	containers, err := c.ListContainers(ctx, &runtimeapi.ListContainersRequest{})
 	if err != nil {
 		return nil, fmt.Errorf("list containers: %w", err)
 	}
-	used := map[string]bool{}
+	used := map[string]string{}
 	for _, container := range containers.GetContainers() {
-		used[container.GetImageId()] = true
+		name := client.ContainerName(container)
+		used[container.GetImageId()] = name
 		reply, err := c.ContainerStatus(ctx, &runtimeapi.ContainerStatusRequest{ContainerId: container.GetId()})
 		if err != nil {
 			continue // removed meanwhile
@@ -271,7 +296,7 @@ func imagesInUse(ctx context.Context, c *client.Client) (map[string]bool, error)
 		for _, mount := range reply.GetStatus().GetMounts() {
 			if ref := mount.GetImage().GetImage(); ref != "" {
 				if img, _, err := find(ctx, c, ref); err == nil {
-					used[img.GetId()] = true
+					used[img.GetId()] = name
 				}
 			}
 		}
