@@ -3,6 +3,7 @@ package integration
 import (
 	"context"
 	"encoding/json"
+	"fmt"
 	"os"
 	"regexp"
 	"slices"
@@ -184,6 +185,36 @@ func TestNoCredentialsInTheLog(t *testing.T) {
 	eventsOf(t, d, 1, "image pulled", harness.LogLine{"ref": name, "host": r.Host})
 }
 
+// Each line with the ID of a pod or container, and each error that a client gets, has kubelet's
+// names.
+func TestLogAndErrorsHaveNames(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.PodNamed("web"), harness.HostNetwork)
+	c := pod.Create(t, harness.ContainerNamed("app"), harness.Command("/missing"))
+	title := "pod " + pod.Config.Metadata.Namespace + "/web: "
+	err := d.Cri.StartContainer(t.Context(), c.Id)
+	harness.WantText(t, "error of StartContainer", fmt.Sprint(err), title, "app")
+	_, _, err = d.Cri.ExecSync(t.Context(), c.Id, []string{"true"}, 0)
+	harness.WantText(t, "error of ExecSync", fmt.Sprint(err), title+"container app: exec in container "+c.Id)
+	_, err = d.Cri.CreateContainer(t.Context(), pod.Id, &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "none"},
+		Image: &runtimeapi.ImageSpec{Image: "none.example/x"}}, pod.Config)
+	harness.WantText(t, "error of CreateContainer", fmt.Sprint(err), title, `container "none"`)
+	pod.Remove(t)
+	lines := 0
+	for _, line := range d.LogLines(t) {
+		if strings.Contains(line.String(), pod.Id) || strings.Contains(line.String(), c.Id) {
+			lines++
+			wantKeys(t, line, "namespace", "podName")
+		}
+		if strings.Contains(line.String(), c.Id) {
+			wantKeys(t, line, "containerName")
+		}
+	}
+	if lines < 10 {
+		t.Errorf("%d lines of the log concern the pod", lines)
+	}
+}
+
 // calledLine finds method, time taken and code in the daemon's log of a call.
 var calledLine = regexp.MustCompile(`msg=(\w+) .*took=(\S+) code=(\w+)`)
 
@@ -198,7 +229,7 @@ func durations(t *testing.T, d *harness.Daemon, method string) []time.Duration {
 	var all []time.Duration
 	for _, line := range machine.ReadLines(d.LogFile()) {
 		if m := calledLine.FindStringSubmatch(line); m != nil && m[1] == method {
-			all = append(all, harness.Get(time.ParseDuration(m[2]))(t))
+			all = append(all, harness.Get(time.ParseDuration(m[2]+"s"))(t))
 		}
 	}
 	if len(all) == 0 {

@@ -43,6 +43,7 @@ type Config struct {
 	NetNSDir       string                    // where network namespaces are pinned, /run/netns
 	HostResolvConf func() string             // path of the resolv.conf of pods with the Default DNS policy
 	SystemdCgroup  bool                      // cgroup driver: systemd, else cgroupfs
+	Names          *Names                    // gets the objects; may be nil
 	Handler        string                    // name of the built-in runtime handler
 	Handlers       map[string]handler.Config // the other runtime handlers
 	DefaultHandler string                    // the handler of pods that name none; empty: Handler
@@ -295,6 +296,9 @@ func newWith(cfg Config, tasks *task.Runner) *Manager {
 		cfg.Observer = noObserver{}
 	}
 	c := &control{objects: newObjects(), systemd: cfg.SystemdCgroup, tasks: tasks}
+	if cfg.Names != nil {
+		cfg.Names.objects.Store(&c.objects)
+	}
 	m := &Manager{control: c, cfg: cfg, log: cfg.Log, unfinished: newDeferredWork(tasks)}
 	m.signing = loadOnce(func() (*archive.Key, error) { return archive.LoadKey(m.dirs.Root) })
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)

@@ -2,9 +2,11 @@ package server
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"path"
 	"runtime/debug"
+	"slices"
 	"time"
 
 	"google.golang.org/grpc"
@@ -12,9 +14,11 @@ import (
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
+	"berth/sandbox/state"
 	"berth/server/admin"
 )
 
@@ -23,16 +27,20 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 	handler grpc.UnaryHandler) (resp any, err error) {
 	began := time.Now()
 	ctx, traced := s.beginTrace(ctx, info.FullMethod)
+	named := s.namesIn(req) // before the object may be removed
 	defer func() {
 		if p := recover(); p != nil {
 			resp, err = nil, s.panicked(info.FullMethod, p)
 		}
-		level := levelOf(err)
+		call := call{method: info.FullMethod, failed: err, attrs: slices.Concat(ids(req), ids(resp), named.Attrs())}
+		if _, pull := req.(*runtimeapi.PullImageRequest); !pull { // kubelet reads the beginning of a pull's error
+			err = named.Explain(err)
+		}
 		err = coded(err)
 		s.endTrace(traced, info.FullMethod, req, resp, err)
-		took := time.Since(began)
-		s.observe(info.FullMethod, false, err, took)
-		s.logCall(ctx, level, info.FullMethod, took, err, append(ids(req), ids(resp)...))
+		call.took = time.Since(began)
+		s.observe(info.FullMethod, false, err, call.took)
+		s.logCall(ctx, call)
 	}()
 	if !s.requests.TryAcquire(1) {
 		return nil, errdefs.Unavailable("berth is stopping")
@@ -69,11 +77,10 @@ func (s *Server) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerIn
 		if p := recover(); p != nil {
 			err = s.panicked(info.FullMethod, p)
 		}
-		level := levelOf(err)
+		call := call{method: info.FullMethod, failed: err, took: time.Since(began)}
 		err = coded(err)
-		took := time.Since(began)
-		s.observe(info.FullMethod, true, err, took)
-		s.logCall(ss.Context(), level, info.FullMethod, took, err, nil)
+		s.observe(info.FullMethod, true, err, call.took)
+		s.logCall(ss.Context(), call)
 	}()
 	return handler(srv, ss)
 }
@@ -112,14 +119,26 @@ func levelOf(err error) slog.Level {
 	return slog.LevelWarn
 }
 
+// call is one RPC that has ended.
+type call struct {
+	method string
+	took   time.Duration
+	failed error // as the handler returned it
+	attrs  []slog.Attr
+}
+
 // logCall logs one RPC.
-func (s *Server) logCall(ctx context.Context, level slog.Level, method string, took time.Duration, err error,
-	attrs []slog.Attr) {
+func (s *Server) logCall(ctx context.Context, c call) {
+	level := levelOf(c.failed)
 	if !s.log.Enabled(ctx, level) {
 		return
 	}
+	err := coded(c.failed)
 	code := status.Code(err)
-	attrs = append(attrs, slog.Duration("took", took), slog.String("code", code.String()))
+	if errors.Is(c.failed, crierrors.ErrRegistryUnavailable) {
+		code = codes.Unavailable // kubelet expects Unknown
+	}
+	attrs := append(c.attrs, slog.Duration("took", c.took), slog.String("code", code.String()))
 	if p, ok := peer.FromContext(ctx); ok {
 		if info, ok := p.AuthInfo.(peerInfo); ok {
 			attrs = append(attrs, slog.Int("peer", int(info.pid)))
@@ -128,7 +147,37 @@ func (s *Server) logCall(ctx context.Context, level slog.Level, method string, t
 	if err != nil {
 		attrs = append(attrs, slog.String("error", status.Convert(err).Message()))
 	}
-	s.log.LogAttrs(ctx, level, path.Base(method), attrs...)
+	s.log.LogAttrs(ctx, level, path.Base(c.method), attrs...)
+}
+
+// namesIn returns the names of the container or pod that a request concerns.
+func (s *Server) namesIn(req any) state.Names {
+	var names state.Names
+	if s.names == nil {
+		return names
+	}
+	if m, ok := req.(interface{ GetPodSandboxId() string }); ok {
+		names, _ = s.names(m.GetPodSandboxId())
+	}
+	if m, ok := req.(interface{ GetContainerId() string }); ok {
+		names, _ = s.names(m.GetContainerId())
+	}
+	switch m := req.(type) {
+	case interface {
+		GetConfig() *runtimeapi.PodSandboxConfig
+	}:
+		names = state.NamesOf(m.GetConfig().GetMetadata(), nil)
+	case interface {
+		GetSandboxConfig() *runtimeapi.PodSandboxConfig
+	}: // also of a container
+		if own := m.GetSandboxConfig().GetMetadata(); own != nil {
+			names = state.NamesOf(own, nil)
+		}
+	}
+	if m, ok := req.(*runtimeapi.CreateContainerRequest); ok {
+		names.Container = errdefs.Clip(m.GetConfig().GetMetadata().GetName())
+	}
+	return names
 }
 
 // ids returns the IDs in a message as log fields. Other fields are never logged.

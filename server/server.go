@@ -126,6 +126,10 @@ type Config struct {
 
 	Observer Observer // nil: none
 
+	// Names returns the names of the pod or container with an ID. It answers from memory and may be
+	// nil.
+	Names func(id string) (state.Names, bool)
+
 	// Changing is called before each request that creates, starts, stops or removes an object. Its
 	// result is called after the request. Neither may block. Changing may be nil.
 	Changing func() (changed func())
@@ -139,6 +143,7 @@ type Server struct {
 	tracing  Tracing       // nil: none
 	observer Observer      // nil: none
 	changing func() func() // Config.Changing
+	names    func(id string) (state.Names, bool)
 
 	requests *semaphore.Weighted // held by each unary request, and by stop
 
@@ -148,7 +153,7 @@ type Server struct {
 
 // New returns a server that passes requests on to pods and images.
 func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
-	s := &Server{log: log, grace: stopGrace, tracing: cfg.Tracing, observer: cfg.Observer, changing: cfg.Changing,
+	s := &Server{log: log, grace: stopGrace, tracing: cfg.Tracing, observer: cfg.Observer, changing: cfg.Changing, names: cfg.Names,
 		requests: semaphore.NewWeighted(allRequests)}
 	s.stopping, s.endStreams = context.WithCancel(context.Background())
 	s.grpc = grpc.NewServer(

@@ -19,9 +19,11 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
+	"berth/sandbox/state"
 	"berth/sandbox/stream"
 )
 
@@ -154,6 +156,37 @@ func TestLogHasIDsAndNoCredentials(t *testing.T) {
 		if strings.Contains(log, secret) {
 			t.Errorf("the log has %q:\n%s", secret, log)
 		}
+	}
+}
+
+// Errors and log lines of requests have kubelet's names of the object.
+func TestRequestsHaveNames(t *testing.T) {
+	id := strings.Repeat("7", 64)
+	cfg := testConfig
+	cfg.Names = func(asked string) (state.Names, bool) {
+		return state.Names{Namespace: "ns", Pod: "web", Container: "app"}, asked == id
+	}
+	h := start(t, cfg, &fakePods{hook: func(context.Context, string) error { return errdefs.FailedPrecondition("it has exited") }}, &fakeImages{})
+	_, err := h.runtime.StartContainer(t.Context(), &runtimeapi.StartContainerRequest{ContainerId: id})
+	testutil.WantError(t, err, codes.FailedPrecondition, "pod ns/web: container app: it has exited")
+	meta := &runtimeapi.PodSandboxMetadata{Namespace: "ns", Name: "new", Uid: "u"}
+	_, err = h.runtime.RunPodSandbox(t.Context(), &runtimeapi.RunPodSandboxRequest{Config: &runtimeapi.PodSandboxConfig{Metadata: meta}})
+	testutil.WantError(t, err, codes.FailedPrecondition, "pod ns/new: it has exited")
+	for _, want := range []string{"namespace=ns podName=web containerName=app took=", `error="it has exited"`, "namespace=ns podName=new took="} {
+		if log := h.log.String(); !strings.Contains(log, want) {
+			t.Errorf("the log lacks %q:\n%s", want, log)
+		}
+	}
+}
+
+// kubelet expects the code Unknown for a registry that does not answer. Operators read Unavailable.
+func TestUnavailableRegistryInTheLog(t *testing.T) {
+	down := errdefs.New(codes.Unknown, "%w: pull x: connection refused", crierrors.ErrRegistryUnavailable)
+	h := start(t, testConfig, &fakePods{}, &fakeImages{err: down})
+	_, err := h.images.PullImage(t.Context(), &runtimeapi.PullImageRequest{Image: &runtimeapi.ImageSpec{Image: "x"}})
+	testutil.WantError(t, err, codes.Unknown, "RegistryUnavailable: pull x")
+	if log := h.log.String(); !strings.Contains(log, "code=Unavailable") {
+		t.Error(log)
 	}
 }
 

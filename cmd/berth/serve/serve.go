@@ -5,7 +5,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"os"
@@ -76,30 +75,18 @@ option.`,
 			context.AfterFunc(ctx, stop) // a second signal ends the process at once
 			setUpProcess()
 			level := new(slog.LevelVar)
-			log := newLogger(cfg, level, os.Stderr)
+			names := new(sandbox.Names)
+			log := newLogger(cfg, level, os.Stderr, names.Of)
 			captureLibraryLog(log)
 			for _, w := range warnings {
 				log.Warn("obsolete configuration", "key", w)
 			}
 			load := func() (*config.Config, []string, error) { return config.Load(cmd.Flags()) }
-			return serve(ctx, cfg, newReloader(cfg, load, level, log), log)
+			return serve(ctx, cfg, newReloader(cfg, load, level, log), names, log)
 		},
 	}
 	config.AddFlags(cmd.Flags())
 	return cmd
-}
-
-// newLogger returns a logger that writes to w, and sets its level. The daemon logs to standard
-// error, which systemd connects to the journal.
-func newLogger(cfg *config.Config, level *slog.LevelVar, w io.Writer) *slog.Logger {
-	options := slog.HandlerOptions{Level: level}
-	if l, err := logLevel(cfg); err == nil { // the configuration allows only slog's level names
-		level.Set(l)
-	}
-	if cfg.LogFormat == "json" {
-		return slog.New(slog.NewJSONHandler(w, &options))
-	}
-	return slog.New(slog.NewTextHandler(w, &options))
 }
 
 // setUpProcess sets process attributes that must not depend on the parent process.
@@ -116,8 +103,10 @@ func setUpProcess() {
 }
 
 // serve runs the daemon from start to end. It closes its parts in reverse order.
-func serve(ctx context.Context, cfg *config.Config, reload *reloader, log *slog.Logger) (err error) {
+func serve(ctx context.Context, cfg *config.Config, reload *reloader, names *sandbox.Names,
+	log *slog.Logger) (err error) {
 	a := newAssembly(cfg, log)
+	a.names = names
 	defer a.closing.Run(&err)
 	// The limit of the shutdown starts with the signal, or with the first part that closes.
 	defer context.AfterFunc(ctx, func() { a.shutdown.deadline() })()
@@ -213,6 +202,7 @@ func (a *assembly) newServer(n *node.Node, p parts, settings func() any) *server
 	cfg.UserNamespaces = p.pods.HostFacts().UserNamespaces
 	cfg.Changing = trimmer.Changing
 	cfg.Observer = a.metrics
+	cfg.Names = a.names.Of
 	return server.New(cfg, p.pods, p.images, a.log)
 }
 
@@ -227,6 +217,7 @@ type assembly struct {
 	unpacker *process.Program                // nil before openImages
 	servers  *exporter.Servers               // nil before serveMetrics
 	pods     atomic.Pointer[sandbox.Manager] // nil before openPods; pulls read it
+	names    *sandbox.Names
 	log      *slog.Logger
 }
 
@@ -368,6 +359,7 @@ func watchOwnNetwork(ctx context.Context, own *berthnet.Plugin, log *slog.Logger
 func (a *assembly) openPods(ctx context.Context, n *node.Node, images *image.Store,
 	network *cni.Network, plugins *nri.Plugins) (*sandbox.Manager, error) {
 	cfg := sandboxConfig(a.cfg, n, a.waits, a.log)
+	cfg.Names = a.names
 	cfg.Observer, cfg.Unpacker, cfg.LayersLost = a.metrics, a.unpacker, images.LayersLost()
 	if plugins != nil { // else the interface must be nil, too
 		cfg.Plugins = plugins
@@ -387,7 +379,7 @@ func (a *assembly) openPods(ctx context.Context, n *node.Node, images *image.Sto
 
 // openSessions serves exec, attach and port-forward sessions. They end with the daemon.
 func (a *assembly) openSessions(pods *sandbox.Manager) (*streaming.Server, error) {
-	sessions, err := listenStreaming(a.cfg, pods, a.log)
+	sessions, err := listenStreaming(a.cfg, namedSessions{pods, a.names}, a.log)
 	if err != nil {
 		return nil, err
 	}

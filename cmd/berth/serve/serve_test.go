@@ -24,6 +24,7 @@ import (
 	"berth/cmd/berth/config"
 	"berth/internal/cleanup"
 	"berth/internal/task"
+	"berth/sandbox"
 	"berth/server"
 )
 
@@ -234,7 +235,7 @@ func TestLoggerFollowsConfiguration(t *testing.T) {
 		{"info", "json", `"level":"INFO","msg":"i","pod":"p"}` + "\n"},
 	} {
 		var out bytes.Buffer
-		log := newLogger(&config.Config{LogLevel: tc.level, LogFormat: tc.format}, new(slog.LevelVar), &out)
+		log := newLogger(&config.Config{LogLevel: tc.level, LogFormat: tc.format}, new(slog.LevelVar), &out, new(sandbox.Names).Of)
 		log.Debug("d", "pod", "p")
 		log.Info("i", "pod", "p")
 		got := regexp.MustCompile(`time=\S+ |{"time":"[^"]+",`).ReplaceAllString(out.String(), "")

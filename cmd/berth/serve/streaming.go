@@ -6,6 +6,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"log/slog"
 	"os"
@@ -16,6 +17,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/cmd/berth/config"
+	"berth/sandbox"
+	"berth/sandbox/stream"
 	"berth/server/streaming"
 )
 
@@ -28,6 +31,31 @@ func listenStreaming(cfg *config.Config, runtime streaming.Runtime, log *slog.Lo
 	return streaming.Listen(
 		streaming.Config{Address: cfg.StreamAddress, TLS: tlsConfig, IdleTimeout: cfg.StreamIdleTimeout.Duration, Log: log},
 		runtime)
+}
+
+// namedSessions adds the names of pod and container to the errors of sessions.
+type namedSessions struct {
+	streaming.Runtime
+	names *sandbox.Names
+}
+
+// Exec implements streaming.Runtime.
+func (n namedSessions) Exec(ctx context.Context, id string, command stream.Command, s stream.IO) (int32, error) {
+	named, _ := n.names.Of(id) // before the container may be removed
+	code, err := n.Runtime.Exec(ctx, id, command, s)
+	return code, named.Explain(err)
+}
+
+// Attach implements streaming.Runtime.
+func (n namedSessions) Attach(ctx context.Context, id string, terminal bool, s stream.IO) error {
+	named, _ := n.names.Of(id)
+	return named.Explain(n.Runtime.Attach(ctx, id, terminal, s))
+}
+
+// PortForward implements streaming.Runtime.
+func (n namedSessions) PortForward(ctx context.Context, podID string, port int32, s io.ReadWriteCloser) error {
+	named, _ := n.names.Of(podID)
+	return named.Explain(n.Runtime.PortForward(ctx, podID, port, s))
 }
 
 // streamTLS returns the TLS configuration of the streaming server, or nil without certificates. It
