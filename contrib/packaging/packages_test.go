@@ -105,6 +105,8 @@ func want(prefix, cni, zsh string) []file {
 		{prefix + "/share/berth/examples/10-berth.conflist", data, ""},
 		{prefix + "/share/berth/examples/crictl.yaml", data, ""},
 		{prefix + "/share/berth/monitoring/berth-rules.yaml", data, ""},
+		{prefix + "/share/berth/monitoring/prometheusrule.yaml", data, ""},
+		{prefix + "/share/berth/monitoring/podmonitor.yaml", data, ""},
 		{prefix + "/share/berth/monitoring/berth.json", data, ""},
 	}
 	examples, err := filepath.Glob("../examples/*.yaml")

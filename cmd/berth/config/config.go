@@ -155,6 +155,8 @@ type Config struct {
 
 	MetricsAddress string `key:"metrics.address" default:"" reload:"true" doc:"Address that serves Prometheus metrics at /metrics over HTTP, beside debug.sock in the state directory, which always does: an IP address and a port, like 127.0.0.1:9464, or a unix:// URL of a socket that only root can open. The metrics contain no names of pods or images. Everyone who can reach the address can read them. Empty: debug.sock only."`
 
+	MetricsCollectors []string `key:"metrics.collectors" default:"requests,starts,images,lazy,containers,network,daemon,go,process" oneof:"requests,starts,images,lazy,containers,network,daemon,go,process" reload:"true" doc:"Groups of metrics to serve. The group starts has half of all series, requests a quarter. docs/metrics.md lists the metrics of each group. The alerts need requests, images, lazy, containers, network, daemon and process."`
+
 	TracingEndpoint     string `key:"tracing.endpoint" old:"tracing_endpoint" doc:"Host and port of an OpenTelemetry collector. It gets the spans of requests that kubelet traces or that are sampled. Empty: no export. The data of berth trace is recorded in any case."`
 	TracingProtocol     string `key:"tracing.protocol" old:"tracing_protocol" default:"grpc" oneof:"grpc,http/protobuf" doc:"Form of OTLP: grpc, usually port 4317, or http/protobuf, usually port 4318 with path /v1/traces."`
 	TracingInsecure     bool   `key:"tracing.insecure" old:"tracing_insecure" default:"false" doc:"Whether to talk to the collector without TLS, as kubelet does. It is meant for a collector on this node. Otherwise the collector's certificate is verified."`

@@ -27,6 +27,7 @@ func TestDefaultsMatchTags(t *testing.T) {
 		MaxParallelDownloads: 8, MaxRangeRequests: 16, PullPressureLimit: 20, PeersUploads: 8, PartialLayerTTL: Duration{24 * time.Hour}, PeersSeeds: []string{}, StallTimeout: Duration{time.Minute}, CNITimeout: Duration{110 * time.Second}, WaitLimit: Duration{time.Minute}, PreloadDirs: []string{"/etc/berth/images.d"}, MaxLayerBytes: 256 << 30, MaxLayerEntries: 4 << 20, LazyPolicy: "off", LazyStall: Duration{time.Minute}, LazyMinBytes: 32 << 20, LazyMinTime: Duration{2 * time.Second}, LazyMemory: 64 << 20, IndexBytes: 0, DiskReservePercent: 5, DiskReserveBytes: 4 << 30, WritableLayerProjects: 1 << 30,
 		LayerDriver: "auto",
 		MaxLogLine:  16384, IdleLaunchers: 2, StatsPeriod: Duration{10 * time.Second}, CDISpecDirs: []string{"/etc/cdi", "/var/run/cdi"}, DefaultHandler: "berth",
+		MetricsCollectors: []string{"requests", "starts", "images", "lazy", "containers", "network", "daemon", "go", "process"},
 		NRI: true, NRISocket: "/run/berth/nri/nri.sock", NRIPluginDir: "/opt/nri/plugins", NRIPluginConfigDir: "/etc/nri/conf.d",
 		NRIRegistrationTimeout: Duration{5 * time.Second}, NRIRequestTimeout: Duration{5 * time.Second}, NRIReject: []string{}, NRIRequiredPlugins: []string{},
 		StreamAddress: "127.0.0.1:0", StreamIdleTimeout: Duration{4 * time.Hour}, MaxExecs: 512, DefaultEnv: []string{}, DefaultUlimits: []string{}, UnsetSeccomp: "unconfined", MaxContainerExecs: 128, MaxSessions: 4096,

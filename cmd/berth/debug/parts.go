@@ -126,7 +126,7 @@ func (n *node) parts() []part {
 	return []part{
 		{"goroutines.txt", n.page("/debug/pprof/goroutine?debug=2", n.mask.stacks)},
 		{"heap.pb.gz", n.page("/debug/pprof/heap", asIs)}, // functions and sizes
-		{"metrics.txt", n.page("/metrics", n.mask.samples)},
+		{"metrics.txt", n.page(exporter.AllMetrics, n.mask.samples)},
 		{"daemon.txt", n.daemonProcess},
 		{"status.json", n.status},
 		{"pods.json", n.pods},

@@ -139,6 +139,7 @@ func (r *reloader) apply(ctx context.Context) error {
 	setImages()
 	setNetwork()
 	moveMetrics()
+	r.servers.SetGroups(next.MetricsCollectors)
 	if r.plugins != nil {
 		r.plugins.SetRequestTimeout(next.NRIRequestTimeout.Duration)
 	}

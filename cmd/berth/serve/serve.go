@@ -133,7 +133,7 @@ func serve(ctx context.Context, cfg *config.Config, reload *reloader, names *san
 	a.openPeers(p.images)
 	preload := func(ctx context.Context) { p.images.Preload(ctx, cfg.PreloadDirs) }
 	a.closing.Add("stop loading images", whileServing(preload))
-	a.metrics.Watch(p.pods, p.images, a.waits)
+	a.metrics.Watch(p.pods, p.images, a.waits, a.cfg.Root)
 	srv := a.newServer(n, p, reload.settings)
 	reload.use(p, a)
 	a.closing.Add("stop reloading", whileServing(reload.run))
@@ -233,6 +233,7 @@ func newAssembly(cfg *config.Config, log *slog.Logger) *assembly {
 
 // serveMetrics serves metrics and profiles until the daemon ends.
 func (a *assembly) serveMetrics() error {
+	a.metrics.SetGroups(a.cfg.MetricsCollectors)
 	servers, err := a.metrics.Listen(a.cfg.State, a.cfg.MetricsAddress, a.log)
 	if err != nil {
 		return err

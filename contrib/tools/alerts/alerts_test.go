@@ -2,25 +2,38 @@ package alerts
 
 import (
 	"encoding/json"
+	"flag"
 	"fmt"
 	"log/slog"
 	"net/url"
 	"os"
+	"regexp"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	monitoring "github.com/prometheus-operator/prometheus-operator/pkg/apis/monitoring/v1"
 	"github.com/prometheus/common/model"
 	"github.com/prometheus/prometheus/model/labels"
 	"github.com/prometheus/prometheus/model/rulefmt"
 	"github.com/prometheus/prometheus/promql/parser"
 	"github.com/prometheus/prometheus/promql/promqltest"
 	"github.com/prometheus/prometheus/rules"
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/yaml"
 )
 
 const (
 	rulesFile     = "../../prometheus/berth-rules.yaml"
 	dashboardFile = "../../grafana/berth.json"
+
+	operatorRule    = "../../prometheus/prometheusrule.yaml"
+	operatorMonitor = "../../prometheus/podmonitor.yaml"
+	runbooks        = "../../../docs/alerts.md"
 )
 
 var promQL = parser.NewParser(parser.Options{})
@@ -87,6 +100,7 @@ const healthy = `  up{job="berth", instance="a"} 1x240
   berth_rpc_duration_seconds_bucket{instance="a", method="RunPodSandbox", le="10"} 0+1x240
   berth_rpc_duration_seconds_bucket{instance="a", method="RunPodSandbox", le="+Inf"} 0+1x240
   berth_waits_past_limit{instance="a"} 0x240
+  berth_pods_unreleased{instance="a"} 0x240
   berth_watchdog_checks_total{instance="a", result="ok"} 0+1x240
   berth_watchdog_checks_total{instance="a", result="error"} 0x240
   berth_image_pulls_total{instance="a", registry="docker.io", result="pulled"} 0+1x240
@@ -98,6 +112,11 @@ const healthy = `  up{job="berth", instance="a"} 1x240
   berth_pauses_lost_total{instance="a"} 0x240
   berth_launchers_lost_total{instance="a"} 0x60 1x180
   berth_config_reloads_total{instance="a", result="error"} 0x240
+  berth_incomplete_layers_failed_reads_total{instance="a"} 7x240
+  berth_disk_size_bytes{instance="a"} 1000x240
+  berth_disk_available_bytes{instance="a"} 150x240
+  berth_disk_inodes{instance="a"} 0x240
+  berth_disk_available_inodes{instance="a"} 0x240
 `
 
 // scenarios have the series of a problem for each alert. The problem begins after ten minutes.
@@ -110,6 +129,7 @@ var scenarios = map[string]struct {
 	"BerthRestartsOften":   {`process_start_time_seconds{job="berth", instance="a"} 1000x40 1600x8 1700x8 1800x8 1900x180`, "restarted", 15 * time.Minute},
 	"BerthRuntimeNotReady": {`berth_ready{instance="a", condition="runtime"} 1x40 0x200`, "cannot start containers", 2 * time.Minute},
 	"BerthNetworkNotReady": {`berth_ready{instance="a", condition="network"} 1x40 0x200`, "cannot get a network", 6 * time.Minute},
+	"BerthPodsUnreleased":  {`berth_pods_unreleased{instance="a"} 0x40 3x200`, "the network of 3 failed pods", 16 * time.Minute},
 	"BerthRequestsFail": {`berth_rpc_requests_total{instance="a", method="StartContainer", code="OK"} 0+1x240
   berth_rpc_requests_total{instance="a", method="StartContainer", code="Internal"} 0x40 0+1x200`, "of the StartContainer requests on a fail", 20 * time.Minute},
 	"BerthPodStartSlow": {`berth_rpc_duration_seconds_bucket{instance="a", method="RunPodSandbox", le="1"} 0+1x40 40x200
@@ -126,7 +146,10 @@ var scenarios = map[string]struct {
 	"BerthLaunchersDie":           {`berth_launchers_lost_total{instance="a"} 0x40 0+1x200`, "launchers of berth on a", 3 * time.Minute},
 	"BerthContainersOOMKilled":    {`berth_oom_kills_total{instance="a"} 0x40 0+1x200`, "processes in containers on a were killed", 3 * time.Minute},
 	"BerthFewFileDescriptorsLeft": {`process_open_fds{job="berth", instance="a"} 10x40 900x200` + "\n" + `  process_max_fds{job="berth", instance="a"} 1024x240`, "87.89%", 11 * time.Minute},
-	"BerthReloadFailed":           {`berth_config_reloads_total{instance="a", result="error"} 0x40 1x200`, "refused a new configuration", time.Minute},
+	"BerthDiskSpaceLow": {`berth_disk_size_bytes{instance="a"} 1000x240
+  berth_disk_available_bytes{instance="a"} 500x40 80x200`, "on a has 8% left", 11 * time.Minute},
+	"BerthIncompleteImagesFail": {`berth_incomplete_layers_failed_reads_total{instance="a"} 0x40 0+1x200`, "containers on a failed with EIO", time.Minute},
+	"BerthReloadFailed":         {`berth_config_reloads_total{instance="a", result="error"} 0x40 1x200`, "refused a new configuration", time.Minute},
 }
 
 func TestAlertsFire(t *testing.T) {
@@ -202,5 +225,127 @@ func TestDashboardQueriesAreValid(t *testing.T) {
 	}
 	if queries < 20 {
 		t.Error(fmt.Errorf("the dashboard has %d queries", queries))
+	}
+}
+
+// Each alert links to its section of the runbooks, and each section belongs to an alert.
+func TestAlertsHaveRunbooks(t *testing.T) {
+	t.Parallel()
+	page, err := os.ReadFile(runbooks)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sections := map[string]bool{}
+	for _, part := range strings.Split(string(page), "\n## ")[1:] {
+		title, text, _ := strings.Cut(part, "\n")
+		sections[strings.ToLower(title)] = len(strings.TrimSpace(text)) > 80
+	}
+	rules := alertRules(t)
+	for name, rule := range rules {
+		if link, want := rule.Annotations["runbook_url"], "docs/alerts.md#"+strings.ToLower(name); link != want {
+			t.Errorf("%s links to %q, want %s", name, link, want)
+		}
+		if !sections[strings.ToLower(name)] {
+			t.Errorf("%s has no section", name)
+		}
+	}
+	if len(sections) != len(rules) {
+		t.Errorf("%d sections for %d alerts", len(sections), len(rules))
+	}
+}
+
+var update = flag.Bool("update", false, "write prometheusrule.yaml")
+
+// The operator's rules are those of rulesFile.
+func TestPrometheusRule(t *testing.T) {
+	t.Parallel()
+	source, err := os.ReadFile(rulesFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, groups, _ := strings.Cut(string(source), "\ngroups:\n")
+	want := `# The alerts of berth-rules.yaml for the Prometheus operator. Written by
+# "go test . -run PrometheusRule -update" in contrib/tools/alerts; do not edit.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: berth
+  namespace: monitoring
+spec:
+  groups:
+` + regexp.MustCompile(`(?m)^(.)`).ReplaceAllString(groups, "  $1")
+	if *update {
+		if err := os.WriteFile(operatorRule, []byte(want), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got, err := os.ReadFile(operatorRule)
+	if err != nil || string(got) != want {
+		t.Fatalf("%s is out of date: run go test . -run PrometheusRule -update; %v", operatorRule, err)
+	}
+	var rule monitoring.PrometheusRule
+	if err := yaml.UnmarshalStrict(got, &rule); err != nil {
+		t.Fatal(err)
+	}
+	if len(rule.Spec.Groups) != 1 || len(rule.Spec.Groups[0].Rules) != len(alertRules(t)) {
+		t.Errorf("%d groups", len(rule.Spec.Groups))
+	}
+}
+
+// The PodMonitor selects the proxy's pods and gives their series the job that the alerts expect.
+func TestPodMonitor(t *testing.T) {
+	t.Parallel()
+	text, err := os.ReadFile(operatorMonitor)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var monitor monitoring.PodMonitor
+	var proxy appsv1.DaemonSet
+	var token corev1.Secret
+	names := map[string]bool{} // kinds and names of objects
+	for _, document := range strings.Split(string(text), "\n---\n") {
+		var kind metav1.TypeMeta
+		if err := yaml.Unmarshal([]byte(document), &kind); err != nil {
+			t.Fatal(err)
+		}
+		object, known := map[string]metav1.Object{"PodMonitor": &monitor, "DaemonSet": &proxy, "Secret": &token,
+			"ServiceAccount": &corev1.ServiceAccount{}, "ClusterRole": &rbacv1.ClusterRole{}, "ClusterRoleBinding": &rbacv1.ClusterRoleBinding{}}[kind.Kind]
+		if !known {
+			t.Fatalf("unexpected object: %s", document)
+		}
+		if err := yaml.UnmarshalStrict([]byte(document), object); err != nil {
+			t.Errorf("%s: %v", kind.Kind, err)
+		}
+		names[kind.Kind+" "+object.GetName()] = true
+		if b, ok := object.(*rbacv1.ClusterRoleBinding); ok && (!names["ClusterRole "+b.RoleRef.Name] || !names["ServiceAccount "+b.Subjects[0].Name]) {
+			t.Errorf("%s binds objects that do not exist", b.Name)
+		}
+	}
+	pod := proxy.Spec.Template
+	for key, value := range monitor.Spec.Selector.MatchLabels {
+		if pod.Labels[key] != value || proxy.Spec.Selector.MatchLabels[key] != value {
+			t.Errorf("the proxy's pods lack the label %s=%s", key, value)
+		}
+	}
+	if len(monitor.Spec.PodMetricsEndpoints) != 1 || len(pod.Spec.Containers) != 1 {
+		t.Fatal("want one endpoint of one container")
+	}
+	endpoint, container := monitor.Spec.PodMetricsEndpoints[0], pod.Spec.Containers[0]
+	if endpoint.Port == nil || container.Ports[0].Name != *endpoint.Port {
+		t.Errorf("port %v is not that of the proxy", endpoint.Port)
+	}
+	if !pod.Spec.HostNetwork || !names["ServiceAccount "+pod.Spec.ServiceAccountName] {
+		t.Errorf("the proxy: %+v", pod.Spec)
+	}
+	if a := endpoint.Authorization; a == nil || a.Credentials.Name != token.Name || !names["ServiceAccount "+token.Annotations[corev1.ServiceAccountNameKey]] {
+		t.Errorf("the endpoint's credentials: %+v", a)
+	}
+	if !slices.ContainsFunc(container.Args, func(arg string) bool { return arg == "--upstream=http://127.0.0.1:9464/" }) {
+		t.Errorf("the proxy's arguments: %v", container.Args)
+	}
+	if !slices.ContainsFunc(endpoint.RelabelConfigs, func(r monitoring.RelabelConfig) bool {
+		return r.TargetLabel == "job" && r.Replacement != nil && *r.Replacement == "berth"
+	}) {
+		t.Error("the series do not get the job berth")
 	}
 }

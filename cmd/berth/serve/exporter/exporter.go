@@ -4,7 +4,7 @@
 //
 // An Exporter implements the observers of the packages below, which do not import Prometheus. Each
 // method of an observer takes less than a microsecond and never blocks. Gauges are read from memory
-// during a scrape. Only OOM kills are read from files of cgroups.
+// during a scrape. Only OOM kills are read from files of cgroups, and free space from the kernel.
 //
 // No metric has a label for a pod, a container, an image or a namespace. So the number of series
 // does not grow with the number of pods. Labels whose values come from users, such as registry
@@ -12,6 +12,7 @@
 package exporter
 
 import (
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -42,7 +43,8 @@ var (
 // Exporter collects the metrics of a daemon. Use New.
 type Exporter struct {
 	registry *prometheus.Registry
-	metrics  []Metric // for the documentation
+	served   atomic.Pointer[[]string] // groups; nil: all
+	metrics  []Metric                 // for the documentation
 
 	requests        *prometheus.CounterVec
 	requestSeconds  *prometheus.HistogramVec

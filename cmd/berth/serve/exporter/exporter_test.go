@@ -6,10 +6,13 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -17,6 +20,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"google.golang.org/grpc/codes"
 
+	"berth/cmd/berth/config"
 	"berth/image"
 	"berth/internal/errdefs"
 	"berth/internal/task"
@@ -43,7 +47,7 @@ func (fakeNode) Usage(context.Context) (image.Usage, error) {
 
 func newWatching() *Exporter {
 	e := New("1.2.3")
-	e.Watch(fakeNode{}, fakeNode{}, new(task.Waits))
+	e.Watch(fakeNode{}, fakeNode{}, new(task.Waits), "/")
 	return e
 }
 
@@ -337,4 +341,64 @@ func TestIdleClientsDoNotBlockDebugSocket(t *testing.T) {
 		t.Error("the number of connections has no limit")
 	}
 	get(t, dir, "/metrics")
+}
+
+// Each metric belongs to one group, and the option has the same groups.
+func TestGroupsHaveAllMetrics(t *testing.T) {
+	t.Parallel()
+	e := newWatching()
+	families, err := e.registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var names []string
+	for _, g := range groups {
+		names = append(names, g.name)
+	}
+	if all := config.Default().MetricsCollectors; !slices.Equal(all, names) {
+		t.Errorf("metrics.collectors is %v by default, want %v", all, names)
+	}
+	for _, f := range families {
+		matches := 0
+		for _, g := range groups {
+			for _, prefix := range g.prefixes {
+				if strings.HasPrefix(f.GetName(), prefix) {
+					matches++
+				}
+			}
+		}
+		if matches != 1 {
+			t.Errorf("%s is in %d groups", f.GetName(), matches)
+		}
+	}
+}
+
+// Only the selected groups are served. The debug socket serves all if it is asked to.
+func TestServedGroups(t *testing.T) {
+	t.Parallel()
+	e := newWatching()
+	e.Answered("RunPodSandbox", false, codes.OK, time.Second)
+	e.SetGroups([]string{"containers", "go"})
+	page := func(h http.Handler, path string) map[string]bool {
+		answer := httptest.NewRecorder()
+		h.ServeHTTP(answer, httptest.NewRequestWithContext(t.Context(), http.MethodGet, path, nil))
+		found := map[string]bool{}
+		for _, line := range strings.Split(answer.Body.String(), "\n") {
+			if name, _, _ := strings.Cut(line, "{"); line != "" && line[0] != '#' {
+				found[groupOf(strings.Fields(name)[0])] = true
+			}
+		}
+		return found
+	}
+	for _, h := range []http.Handler{e.metricsHandler(), e.debugHandler()} {
+		if got := page(h, "/metrics"); !maps.Equal(got, map[string]bool{"containers": true, "go": true}) {
+			t.Errorf("served: %v", got)
+		}
+	}
+	if got := page(e.metricsHandler(), AllMetrics); len(got) != 2 {
+		t.Errorf("everyone can ask for %v", got)
+	}
+	if got := page(e.debugHandler(), AllMetrics); !got["requests"] || !got["process"] || !got["daemon"] {
+		t.Errorf("all groups of the debug socket: %v", got)
+	}
 }

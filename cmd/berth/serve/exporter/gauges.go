@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sys/unix"
 
 	"berth/image"
 	"berth/internal/task"
@@ -45,6 +46,9 @@ type stateCollector struct {
 	oomKills                                            *prometheus.Desc
 	launchers, launchersStarted, launchersLost          *prometheus.Desc
 	waiting, waitingPastLimit, waitsPastLimit, longWait *prometheus.Desc
+
+	root                                               string
+	diskBytes, diskAvailable, diskInodes, diskFreeNode *prometheus.Desc
 }
 
 // desc describes a metric that is computed during a scrape.
@@ -53,11 +57,12 @@ func (e *Exporter) desc(kind, name, help string, labels ...string) *prometheus.D
 	return prometheus.NewDesc(name, help, labels, nil)
 }
 
-// Watch adds the state of the daemon to the metrics. It may be called once.
-func (e *Exporter) Watch(pods Sandboxes, images Images, waits *task.Waits) {
+// Watch adds the state of the daemon to the metrics, with the free space of the filesystem of the
+// directory root. It may be called once.
+func (e *Exporter) Watch(pods Sandboxes, images Images, waits *task.Waits, root string) {
 	const gauge, counter = "gauge", "counter"
 	e.registry.MustRegister(&stateCollector{
-		pods: pods, images: images, waits: waits,
+		pods: pods, images: images, waits: waits, root: root,
 		podCount: e.desc(gauge, "berth_pods", "Pods by state: ready or notready.", "state"),
 		unreleased: e.desc(gauge, "berth_pods_unreleased",
 			"Pods of failed starts whose CNI DEL fails, too. Berth retries it. No client sees these pods; berth check --state lists them."),
@@ -90,14 +95,19 @@ func (e *Exporter) Watch(pods Sandboxes, images Images, waits *task.Waits) {
 			"Operations that wait at present for longer than the limit of the wait."),
 		waitsPastLimit: e.desc(counter, "berth_waits_past_limit_total",
 			"Waits that exceeded their limit. The log names each."),
-		longWait: e.desc(gauge, "berth_longest_wait_seconds", "Age of the oldest present wait that has a limit."),
+		longWait:      e.desc(gauge, "berth_longest_wait_seconds", "Age of the oldest present wait that has a limit."),
+		diskBytes:     e.desc(gauge, "berth_disk_size_bytes", "Size of the filesystem of root."),
+		diskAvailable: e.desc(gauge, "berth_disk_available_bytes", "Free space of the filesystem of root."),
+		diskInodes:    e.desc(gauge, "berth_disk_inodes", "Inodes of the filesystem of root. 0: it has no fixed number."),
+		diskFreeNode:  e.desc(gauge, "berth_disk_available_inodes", "Free inodes of the filesystem of root."),
 	})
 }
 
 // Describe implements prometheus.Collector.
 func (c *stateCollector) Describe(ch chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{c.podCount, c.containerCount, c.ready, c.unreleased, c.imageCount, c.storeBytes, c.storeInodes,
-		c.lazyLayers, c.lazyMissing, c.lazyReads, c.lazyWaited, c.lazyFailed, c.oomKills, c.launchers, c.launchersStarted, c.launchersLost, c.waiting, c.waitingPastLimit, c.waitsPastLimit, c.longWait} {
+		c.lazyLayers, c.lazyMissing, c.lazyReads, c.lazyWaited, c.lazyFailed, c.oomKills, c.launchers, c.launchersStarted, c.launchersLost, c.waiting, c.waitingPastLimit, c.waitsPastLimit, c.longWait,
+		c.diskBytes, c.diskAvailable, c.diskInodes, c.diskFreeNode} {
 		ch <- d
 	}
 }
@@ -133,6 +143,19 @@ func (c *stateCollector) Collect(ch chan<- prometheus.Metric) {
 	counter(c.launchersLost, l.Lost)
 	c.collectWaits(gauge)
 	counter(c.waitsPastLimit, c.waits.PassedLimit())
+	c.collectDisk(gauge)
+}
+
+// collectDisk reads the free space, which the kernel has in memory for local filesystems.
+func (c *stateCollector) collectDisk(gauge func(*prometheus.Desc, float64, ...string)) {
+	var st unix.Statfs_t
+	if unix.Statfs(c.root, &st) != nil { // berth_ready tells
+		return
+	}
+	gauge(c.diskBytes, float64(st.Blocks)*float64(st.Bsize))
+	gauge(c.diskAvailable, float64(st.Bavail)*float64(st.Bsize))
+	gauge(c.diskInodes, float64(st.Files))
+	gauge(c.diskFreeNode, float64(st.Ffree))
 }
 
 // collectPods counts pods and containers by state.

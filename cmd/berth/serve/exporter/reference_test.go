@@ -24,9 +24,9 @@ func TestReferenceListsMetrics(t *testing.T) {
 		t.Fatalf("%s lacks its marks", reference)
 	}
 	var table strings.Builder
-	table.WriteString("| Metric | Type | Labels | Meaning |\n|---|---|---|---|\n")
+	table.WriteString("| Metric | Group | Type | Labels | Meaning |\n|---|---|---|---|---|\n")
 	for _, m := range newWatching().Metrics() {
-		table.WriteString("| `" + m.Name + "` | " + m.Kind + " | " + strings.Join(m.Labels, ", ") + " | " + m.Help + " |\n")
+		table.WriteString("| `" + m.Name + "` | " + groupOf(m.Name) + " | " + m.Kind + " | " + strings.Join(m.Labels, ", ") + " | " + m.Help + " |\n")
 	}
 	want := head + begin + table.String() + end + tail
 	if *update {

@@ -12,7 +12,6 @@ import (
 	"strings"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"golang.org/x/net/netutil"
 
 	"berth/server"
@@ -89,6 +88,9 @@ func (s *Servers) Prepare(address string) (apply func(), err error) {
 	}, nil
 }
 
+// SetGroups selects the groups of metrics that are served.
+func (s *Servers) SetGroups(names []string) { s.exporter.SetGroups(names) }
+
 // Close ends the servers and their connections, and removes the sockets.
 func (s *Servers) Close() error { return errors.Join(s.debug.close(), s.public.close()) }
 
@@ -129,16 +131,14 @@ func (h *httpServer) close() error {
 
 func (e *Exporter) metricsHandler() *http.ServeMux {
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(e.registry, promhttp.HandlerOpts{
-		MaxRequestsInFlight: maxScrapes,
-		DisableCompression:  true, // clients are on this node
-	}))
+	mux.Handle("GET /metrics", e.metricsPage(false))
 	return mux
 }
 
-// debugHandler also serves Go's profiles. Symbols need no handler, because the profiles have them.
+// debugHandler also serves all groups of metrics, and Go's profiles. Symbols need no handler, because the profiles have them.
 func (e *Exporter) debugHandler() http.Handler {
-	mux := e.metricsHandler()
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", e.metricsPage(true))
 	mux.HandleFunc("GET /debug/pprof/", pprof.Index)
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
 	mux.HandleFunc("GET /debug/pprof/trace", pprof.Trace)
