@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -35,7 +36,7 @@ func OpenDir(root *os.File, path string) (*Dir, error) {
 	return &Dir{fd, clean}, nil
 }
 
-// Maker has options for MkdirAll and ResolveDir.
+// Maker has options for MkdirAll, ResolveDir and Resolve.
 type Maker struct {
 	// Perm is the mode of new directories.
 	Perm uint32
@@ -72,6 +73,21 @@ func (m Maker) ResolveDir(root *os.File, path string) (*Dir, error) {
 		return nil, &fs.PathError{Op: "open directory", Path: path, Err: err}
 	}
 	return dir, nil
+}
+
+// Resolve returns the path to which path leads inside root, without symlinks. It keeps the missing
+// names at the end. The error is ENOTDIR for a path to a file or through one, and ENOENT for ".."
+// below a missing name.
+func (m Maker) Resolve(root *os.File, path string) (string, error) {
+	w := walk{Maker: m, root: root, rest: split(path), existing: true}
+	dir, err := w.run()
+	if err == nil {
+		return dir.Path(), dir.Close()
+	}
+	if errors.Is(err, unix.ENOENT) && w.missing != "" && !slices.Contains(w.rest, "..") {
+		return Clean(Join(w.missing, strings.Join(w.rest, "/"))), nil
+	}
+	return "", &fs.PathError{Op: "resolve", Path: path, Err: err}
 }
 
 // Clean returns a clean path relative to the root, without a leading slash. ".." never leads above
@@ -121,6 +137,7 @@ type walk struct {
 	Maker
 	root     *os.File
 	existing bool     // create no directory
+	missing  string   // the name that does not exist, if existing is set
 	rest     []string // components that are not resolved yet
 	links    int
 }
@@ -179,6 +196,9 @@ func (w *walk) step(cur *Dir) (*Dir, error) {
 	fd, err := openat2(cur.fd, name, unix.O_PATH|unix.O_NOFOLLOW, 0, 0)
 	if errors.Is(err, unix.ENOENT) && !w.existing {
 		return w.mkdir(cur, name)
+	}
+	if errors.Is(err, unix.ENOENT) {
+		w.missing = Join(cur.path, name)
 	}
 	if err != nil {
 		return cur, err

@@ -221,6 +221,39 @@ func TestResolveDir(t *testing.T) {
 	}
 }
 
+func TestResolve(t *testing.T) {
+	root, dir, _ := newRoot(t)
+	testutil.Must(t, errors.Join(os.MkdirAll(dir+"/a/b", 0o755), os.WriteFile(dir+"/file", nil, 0o644)))
+	for name, target := range map[string]string{
+		"l": "a/b", "out": "../../etc", "loop": "loop", "dangling": "/none/x", "back": "none/../a", "tofile": "file",
+	} {
+		testutil.Must(t, os.Symlink(target, filepath.Join(dir, name)))
+	}
+	for _, c := range []struct {
+		path, want string
+		err        error
+	}{
+		{"", "", nil},
+		{"l", "a/b", nil},
+		{"/l/new/./y/", "a/b/new/y", nil},
+		{"out", "etc", nil},
+		{"out/passwd", "etc/passwd", nil},
+		{"dangling/y", "none/x/y", nil},
+		{"loop", "", unix.ELOOP},
+		{"back", "", fs.ErrNotExist},
+		{"file", "", unix.ENOTDIR},
+		{"tofile/x", "", unix.ENOTDIR},
+	} {
+		if got, err := (Maker{}).Resolve(root, c.path); got != c.want || !errors.Is(err, c.err) {
+			t.Errorf("%q leads to %q, %v; want %q, %v", c.path, got, err, c.want, c.err)
+		}
+	}
+	limited := Maker{Step: func(int) error { return unix.EDQUOT }}
+	if _, err := limited.Resolve(root, "l"); !errors.Is(err, unix.EDQUOT) {
+		t.Errorf("with no step left: %v", err)
+	}
+}
+
 func TestMakerBlocked(t *testing.T) {
 	root, dir, _ := newRoot(t)
 	testutil.Must(t, os.WriteFile(dir+"/file", nil, 0o644))
