@@ -171,7 +171,7 @@ var unmarked = map[string]string{
 	"internal/rootfs.clearVolatile: os.RemoveAll":                                 launcher,
 	"internal/rootfs.cloneMapped: unix.MountSetattr":                              detached,
 	"internal/rootfs.cloneReadOnly: unix.MountSetattr":                            detached,
-	"internal/rootfs.mkdir: os.Remove os.Chown":                                   undo, // what happens between them is undone
+	"internal/rootfs.MakeDir: os.Remove os.Chown":                                 undo, // what happens between them is undone
 	"internal/rootfs.mountInFDs: unix.Mount":                                      launcher,
 	"internal/rootfs.mountOld: unix.Mount":                                        launcher,
 	"internal/rootfs.overlayMapped: unix.Unmount":                                 launcher,

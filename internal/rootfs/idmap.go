@@ -24,6 +24,15 @@ type IDMap struct {
 	userns.Mappings
 }
 
+// Owner returns the IDs on the host of a file that belongs to a user and a group of the namespace.
+// Without a mapping, which nil stands for, they are the same.
+func (m *IDMap) Owner(uid, gid uint32) (hostUID, hostGID int) {
+	if m == nil {
+		return int(uid), int(gid)
+	}
+	return m.HostUID(uid), m.HostGID(gid)
+}
+
 // mountMapped mounts the root filesystem on place, a directory whose mount is private. It maps
 // clones of the layers' mounts. Before Linux 6.15 overlayfs refuses detached mounts, so mountMapped
 // stacks the clones on place until the overlay has opened them.

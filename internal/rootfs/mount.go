@@ -125,14 +125,11 @@ func (s Spec) MakeUpper() error {
 	if err != nil {
 		return err
 	}
-	if err := mkdir(s.Work, 0o700, 0, 0); err != nil {
+	if err := MakeDir(s.Work, 0o700, 0, 0); err != nil {
 		return err
 	}
-	uid, gid := int(st.Uid), int(st.Gid)
-	if s.IDMap != nil {
-		uid, gid = s.IDMap.HostUID(st.Uid), s.IDMap.HostGID(st.Gid)
-	}
-	return mkdir(s.Upper, st.Mode&0o7777, uid, gid)
+	uid, gid := s.IDMap.Owner(st.Uid, st.Gid)
+	return MakeDir(s.Upper, st.Mode&0o7777, uid, gid)
 }
 
 // stat returns the status of the layer's root.
@@ -148,9 +145,9 @@ func (l Layer) stat() (st unix.Stat_t, err error) {
 	return st, nil
 }
 
-// mkdir creates the directory under a temporary name, so that it never appears without its owner
-// and mode.
-func mkdir(path string, mode uint32, uid, gid int) (err error) {
+// MakeDir creates a directory, whose parent must exist, or keeps an existing one. It uses a
+// temporary name at first, so that the directory never appears without its owner and mode.
+func MakeDir(path string, mode uint32, uid, gid int) (err error) {
 	if _, err := os.Lstat(path); err == nil {
 		return nil
 	}
