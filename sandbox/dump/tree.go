@@ -17,6 +17,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/safefs"
+	"berth/internal/userns"
 )
 
 // maxLevels limits the depth of a tree. Each level takes a descriptor.
@@ -43,6 +44,18 @@ func Directory(ctx context.Context, dir *os.File, to io.Writer) error {
 	return nil
 }
 
+// Volume writes a directory of an image to a tar, with an entry for the directory itself. With
+// mappings the tar has the IDs that the files have on the host if the volume is used in that user
+// namespace.
+func Volume(ctx context.Context, dir *os.File, mappings *userns.Mappings, to io.Writer) error {
+	t := newTree(ctx, to)
+	t.mappings, t.withRoot = mappings, true
+	if err := t.write(dir); err != nil {
+		return fmt.Errorf("copy %s of the image: %w", dir.Name(), err)
+	}
+	return nil
+}
+
 // inode identifies a file with several links.
 type inode struct{ dev, ino uint64 }
 
@@ -54,6 +67,9 @@ type tree struct {
 	overlay bool
 	deleted []string
 	links   map[inode]string // the first path of files with several links
+
+	withRoot bool             // the tar has an entry for the root
+	mappings *userns.Mappings // of the owners; nil: unchanged
 }
 
 func newTree(ctx context.Context, to io.Writer) *tree {
@@ -66,10 +82,28 @@ func (t *tree) write(root *os.File) error {
 		return err
 	}
 	defer dir.Close() // it was only read
+	if t.withRoot {
+		if err := t.root(dir); err != nil {
+			return err
+		}
+	}
 	if err := t.dir(dir, "", 1); err != nil {
 		return err
 	}
 	return t.tar.Close()
+}
+
+// root writes the entry of the root.
+func (t *tree) root(dir *safefs.Dir) error {
+	st, err := dir.Stat("")
+	if err != nil {
+		return err
+	}
+	h, err := t.header(dir, "", ".", st)
+	if err != nil {
+		return err
+	}
+	return t.tar.WriteHeader(h)
 }
 
 // dir writes the content of a directory.
@@ -96,12 +130,15 @@ func (t *tree) entry(dir *safefs.Dir, name, full string, level int) error {
 		return err
 	}
 	kind := st.Mode & unix.S_IFMT
-	if t.overlay && kind == unix.S_IFCHR && st.Rdev == 0 {
+	if kind == unix.S_IFCHR && st.Rdev == 0 { // no driver has this device: overlayfs shows none
 		t.deleted = append(t.deleted, "/"+full)
 		return nil
 	}
 	if kind == unix.S_IFSOCK {
 		return nil
+	}
+	if strings.HasPrefix(name, whiteout) {
+		return errdefs.FailedPrecondition("%s: in a tar of a layer, this name means a deleted file", full)
 	}
 	if kind != unix.S_IFDIR && st.Nlink > 1 {
 		id := inode{st.Dev, st.Ino}
@@ -153,6 +190,9 @@ func (t *tree) header(dir *safefs.Dir, name, full string, st unix.Stat_t) (*tar.
 		Typeflag: kind, Name: full, Mode: int64(st.Mode & 0o7777), Uid: int(st.Uid), Gid: int(st.Gid),
 		ModTime: time.Unix(st.Mtim.Unix()), Format: tar.FormatPAX,
 	}
+	if t.mappings != nil {
+		h.Uid, h.Gid = t.mappings.HostUID(st.Uid), t.mappings.HostGID(st.Gid)
+	}
 	switch kind {
 	case tar.TypeDir:
 		h.Name += "/"
@@ -169,6 +209,9 @@ const (
 	overlayPrefix = "trusted.overlay."
 	opaque        = overlayPrefix + "opaque"
 )
+
+// whiteout is the prefix of names with a meaning of their own in the layers of images.
+const whiteout = ".wh."
 
 // opaqueMark is the name of an entry that marks a directory as opaque in the layers of images.
 const opaqueMark = ".wh..wh..opq"
@@ -197,6 +240,9 @@ func (t *tree) attributes(dir *safefs.Dir, name, full string) (map[string]string
 		value, err := dir.Getxattr(name, attr)
 		if err != nil {
 			return nil, err
+		}
+		if t.mappings != nil {
+			value = mapAttribute(attr, value, t.mappings)
 		}
 		if records == nil {
 			records = map[string]string{}

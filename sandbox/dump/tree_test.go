@@ -133,6 +133,16 @@ func TestLayerRefusesContentOfOtherLayers(t *testing.T) {
 	}
 }
 
+func TestNamesOfWhiteoutsAreRefused(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	do(t, os.MkdirAll(filepath.Join(dir, "a"), 0o700))
+	do(t, os.WriteFile(filepath.Join(dir, "a/.wh.x"), nil, 0o600))
+	if err := Directory(context.Background(), open(t, dir), io.Discard); errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("Directory = %v", err)
+	}
+}
+
 func TestDeepTreeIsRefused(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
