@@ -16,9 +16,9 @@ import (
 	"berth/internal/errdefs"
 )
 
-// setMounts sets the container's mounts: the kernel's filesystems, then the pod's files and the CRI
-// config's mounts, parents before children. A CRI mount replaces a default one at the same path,
-// and the kernel's filesystems below it.
+// setMounts sets the container's mounts: the kernel's filesystems, the anonymous volumes, then the
+// pod's files and the CRI config's mounts, parents before children. A CRI mount replaces a default
+// one at the same path, and the kernel's filesystems below it.
 func setMounts(in ContainerInput, spec *specs.Spec) error {
 	var given []specs.Mount
 	for i, m := range in.Config.GetMounts() {
@@ -38,6 +38,7 @@ func setMounts(in ContainerInput, spec *specs.Spec) error {
 			spec.Mounts = append(spec.Mounts, m)
 		}
 	}
+	spec.Mounts = append(spec.Mounts, volumeMounts(in)...)
 	binds := given
 	for _, m := range files {
 		if !slices.ContainsFunc(given, func(g specs.Mount) bool { return g.Destination == m.Destination }) {

@@ -19,9 +19,8 @@
 //   - The caller adds CDI devices. Files of the host describe them, and they edit a complete spec.
 //   - HOME is always set, from the user that users.Resolve found, so that libcontainer never parses
 //     the container's /etc/passwd.
-//   - A VOLUME of an image is a plain directory of the container's writable layer with the image's
-//     content. It is deleted with the container. With a read-only root it is read-only, as in
-//     CRI-O.
+//   - A VOLUME of an image is a directory of the container's own, as in containerd. PlaceVolumes
+//     decides where. It is writable with a read-only root, too.
 //
 // # Errors that kubelet interprets
 //
@@ -99,6 +98,10 @@ type ContainerInput struct {
 	// ImageVolumes are the mount points of image volumes (KEP-4639), by their index in
 	// Config.Mounts. The launcher mounts them and resolves image_sub_path.
 	ImageVolumes map[int]string
+	// Volumes are the anonymous volumes, from PlaceVolumes. VolumesDir is the host's directory of
+	// their directories. The caller makes them.
+	Volumes    []AnonymousVolume
+	VolumesDir string
 	// DeviceOwnership sets the owner of Config's devices to run_as_user and run_as_group, so that a
 	// process without root privileges can use them.
 	DeviceOwnership bool
