@@ -4,7 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
+	"path/filepath"
 	"time"
 
 	"berth/internal/diskusage"
@@ -45,7 +47,8 @@ func larger(a, b diskusage.Usage) diskusage.Usage {
 	return diskusage.Usage{Bytes: max(a.Bytes, b.Bytes), Inodes: max(a.Inodes, b.Inodes)}
 }
 
-// measureLayer walks a writable layer and chooses the size to publish. kubelet evicts pods by it.
+// measureLayer walks a writable layer and the container's volumes, and chooses the size to publish.
+// kubelet evicts pods by it.
 func (c *Sampler) measureLayer(ctx context.Context, s *Target, upper *os.File, counted *Sample) error {
 	limit, cause := c.quick, errSlow
 	if s.State.slow.Load() {
@@ -54,6 +57,8 @@ func (c *Sampler) measureLayer(ctx context.Context, s *Target, upper *os.File, c
 	limited, cancel := context.WithTimeoutCause(ctx, limit, cause)
 	defer cancel()
 	found, err := diskusage.Tree(limited, upper)
+	volumes, volumesErr := c.walkVolumes(limited, s.ID)
+	found, err = found.Add(volumes), errors.Join(err, volumesErr)
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
@@ -75,6 +80,19 @@ func (c *Sampler) measureLayer(ctx context.Context, s *Target, upper *os.File, c
 		counted.usedCPU = "" // sample again, even if the pod stays idle
 	}
 	return nil
+}
+
+// walkVolumes counts a container's anonymous volumes. Most containers have none.
+func (c *Sampler) walkVolumes(ctx context.Context, id string) (diskusage.Usage, error) {
+	dir, err := os.Open(filepath.Join(c.cfg.Layers, id, "volumes"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return diskusage.Usage{}, nil
+	}
+	if err != nil {
+		return diskusage.Usage{}, fmt.Errorf("open volumes: %w", err)
+	}
+	defer dir.Close() // it was only read
+	return diskusage.Tree(ctx, dir)
 }
 
 // settle returns the size to publish for a layer after a walk that ended with err. The published

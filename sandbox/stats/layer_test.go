@@ -107,6 +107,23 @@ func TestFailedWalkKeepsSize(t *testing.T) {
 	}
 }
 
+// Anonymous volumes count like the writable layer.
+func TestVolumesCount(t *testing.T) {
+	layers := t.TempDir()
+	testutil.Must(t, errors.Join(os.MkdirAll(layers+"/a/upper", 0o700), os.MkdirAll(layers+"/a/volumes/0", 0o700),
+		os.WriteFile(layers+"/a/volumes/0/file", make([]byte, 1<<20), 0o600)))
+	c := NewSampler(SamplerConfig{Layers: layers, Images: layers, Log: slog.New(slog.DiscardHandler)})
+	testutil.Must(t, c.Locate())
+	upper, err := os.Open(layers + "/a/upper")
+	testutil.Must(t, err)
+	defer upper.Close()
+	var count Sample
+	testutil.Must(t, c.measureLayer(t.Context(), &Target{ID: "a", State: &SampleState{}}, upper, &count))
+	if count.Layer.Inodes != 4 || count.Layer.Bytes < 1<<20 {
+		t.Errorf("got %+v", count.Layer)
+	}
+}
+
 // A slow layer is handed to the goroutine for slow layers, even when its container has ended. That
 // goroutine completes the walk, or publishes everything that is used of the filesystem.
 func TestSlowLayer(t *testing.T) {

@@ -59,7 +59,7 @@ type Target struct {
 type SamplerConfig struct {
 	Period        time.Duration                          // minimum time between samples of a requested container
 	Targets       iter.Seq[Target]                       // the current state of all containers
-	Layers        string                                 // directory of the writable layers, each in ID/upper
+	Layers        string                                 // directory of the writable layers, each in ID/upper and ID/volumes
 	Images        string                                 // directory of the images
 	SystemdCgroup bool                                   // paths name systemd scopes
 	Begin         func(what, object string) (end func()) // reports a wait without a limit
