@@ -22,7 +22,7 @@ type Image struct {
 	RepoDigests []string            // normalized name@digest; the one pulled last is the last
 	Size        uint64              // bytes on disk: configuration and layers, shared layers in full
 	Pinned      bool                // excluded from kubelet's garbage collection
-	Config      ocispec.ImageConfig // the part that containers use: no labels, volumes, ports
+	Config      ocispec.ImageConfig // the part that containers use: no labels, ports
 	Layers      []digest.Digest     // names in the layer store, bottom first
 	Raw         []byte              // the configuration as the registry served it, see Specification
 	Artifact    *registry.Artifact  // the artifact that this is; nil: a container image
@@ -85,6 +85,7 @@ func ofContainers(c ocispec.ImageConfig) ocispec.ImageConfig {
 		Env:        c.Env,
 		Entrypoint: c.Entrypoint,
 		Cmd:        c.Cmd,
+		Volumes:    c.Volumes,
 		WorkingDir: c.WorkingDir,
 		StopSignal: c.StopSignal,
 	}

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	blobindex "berth/image/lazy/index"
@@ -43,8 +44,13 @@ var lazyOptions = []string{`lazy.policy = "indexed"`, "lazy.min_bytes = 1", `laz
 // startLazyNode starts a daemon, and pulls and removes an image. Its index stays.
 func startLazyNode(t *testing.T, options ...string) *lazyNode {
 	t.Helper()
+	return startLazyNodeWith(t, v1.Config{}, nil, options...)
+}
+
+// startLazyNodeWith is startLazyNode for an image with a configuration and more files.
+func startLazyNodeWith(t *testing.T, config v1.Config, tree fixture.Tree, options ...string) *lazyNode {
+	t.Helper()
 	n := &lazyNode{registry: harness.NewRegistry(t), files: map[string]string{}}
-	var tree fixture.Tree
 	for i, name := range lazyFiles {
 		n.files[name] = noise(4<<20 + i*1000)
 		tree = append(tree, fixture.File(name, 0o644, n.files[name]))
@@ -53,7 +59,7 @@ func startLazyNode(t *testing.T, options ...string) *lazyNode {
 	n.blob = harness.DigestOf(t, layer)
 	n.gate = fixture.NewGate(n.blob)
 	n.registry.Hook(n.gate.Hook)
-	n.image, _ = harness.Push(t, n.registry, "lazy:latest", harness.Get(fixture.Image(v1.Config{}, layer))(t))
+	n.image, _ = harness.Push(t, n.registry, "lazy:latest", harness.Get(fixture.Image(config, layer))(t))
 	n.Daemon = harness.StartDaemon(t, harness.WithConfig(append(lazyOptions, options...)...))
 	n.needEROFS(t)
 	n.Pull(t, n.image)
@@ -192,6 +198,28 @@ func TestLazyRegistryGone(t *testing.T) {
 	failing.Exec(t, "sh", "-c", "until cat /one > /dev/null 2>&1; do sleep 0.1; done")
 	n.waitComplete(t)
 	harness.Equal(t, "sum", failing.Exec(t, "sha256sum", "/one", "/two", "/three", "/four")+"\n", n.sums())
+}
+
+// CreateContainer waits for the content of the image's volumes. A stop of the pod ends the wait.
+func TestLazyVolume(t *testing.T) {
+	content := noise(3 << 20)
+	n := startLazyNodeWith(t, v1.Config{Volumes: map[string]struct{}{"/data": {}}}, fixture.Tree{
+		fixture.Dir("data", 0o755), fixture.File("data/file", 0o644, content),
+	})
+	n.gate.Shut()
+	n.Pull(t, n.image)
+	pod := n.RunPod(t)
+	failed := make(chan error, 1)
+	go func() {
+		_, err := n.Cri.CreateContainer(t.Context(), pod.Id, pod.ContainerConfig(harness.Image(n.image)), pod.Config)
+		failed <- err
+	}()
+	harness.EventuallyTrue(t, "a request for content waits", func() bool { return n.gate.Waiting() > 0 })
+	pod.Stop(t)
+	harness.WantCode(t, <-failed, codes.FailedPrecondition, "was stopped")
+	n.gate.Open()
+	c := n.RunPod(t).Run(t, harness.Image(n.image))
+	harness.Equal(t, "sum", c.Exec(t, "sha256sum", "/data/file"), fmt.Sprintf("%x  /data/file", sha256.Sum256([]byte(content))))
 }
 
 // An index that lies costs the image, not a byte: the layer cannot be completed, and the next pull

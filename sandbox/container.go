@@ -219,9 +219,9 @@ func (m *Manager) writeContainer(ctx context.Context, c lockedContainer) error {
 	return m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus)
 }
 
-// makeContainer creates the writable layer, lets plugins adjust the container, validates its launch
-// request, and publishes it. A stop of the pod cancels it. from is the checkpoint that the
-// container continues, or nil.
+// makeContainer creates the writable layer and the anonymous volumes, lets plugins adjust the
+// container, validates its launch request, and publishes it. A stop of the pod cancels it. from is
+// the checkpoint that the container continues, or nil.
 func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer, from *archive.Archive) error {
 	if c.Phase() == state.Removed { // with its pod, before this call got the lock
 		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.ID)
@@ -239,23 +239,31 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer, 
 	if c.User, err = m.launcher.User(ctx, snapshot, root); err != nil {
 		return err
 	}
+	if c.Anonymous, err = m.launcher.MakeVolumes(inspectCtx, snapshot, root); err != nil {
+		return orStopped(inspectCtx, p, err)
+	}
 	m.appArmor.Ensure(ctx)
 	fill := func(spec *specs.Spec) error { return nil }
 	if from != nil {
 		fill = func(spec *specs.Spec) error { return m.fillContainer(inspectCtx, c, from, root, spec) }
 	}
 	others, err := m.describeContainer(ctx, inspectCtx, p, c, fill)
-	if err != nil && errors.Is(context.Cause(inspectCtx), runtime.ErrStopped) {
-		return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s was stopped: %v", p.ID, err))
-	}
 	if err != nil {
-		return err
+		return orStopped(inspectCtx, p, err)
 	}
 	if err := m.plugins.UpdateOthers(ctx, others); err != nil {
 		return err
 	}
 	m.notifyContainer(ctx, nri.ContainerCreated, c)
 	return nil
+}
+
+// orStopped returns err, or the error for a stop of the pod, which has cancelled ctx.
+func orStopped(ctx context.Context, p *pod, err error) error {
+	if errors.Is(context.Cause(ctx), runtime.ErrStopped) {
+		return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s was stopped: %v", p.ID, err))
+	}
+	return err
 }
 
 // describeContainer lets plugins adjust the container, records it and publishes it. It returns the

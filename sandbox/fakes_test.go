@@ -33,6 +33,7 @@ import (
 	"berth/internal/rootfs"
 	"berth/internal/task"
 	"berth/internal/testutil"
+	"berth/oci"
 	"berth/oci/users"
 	"berth/sandbox/handler"
 	"berth/sandbox/lsm"
@@ -170,6 +171,10 @@ func (f *fakeHost) Root(context.Context, *state.Pod, *state.Container) (rootfs.S
 
 func (f *fakeHost) User(context.Context, *state.Container, rootfs.Spec) (users.User, error) {
 	return users.User{UID: 5}, f.call("resolve user")
+}
+
+func (f *fakeHost) MakeVolumes(context.Context, *state.Container, rootfs.Spec) ([]oci.AnonymousVolume, error) {
+	return nil, f.call("make volumes")
 }
 
 func (f *fakeHost) Validate(context.Context, *state.Pod, *state.Container, func() (string, error)) (*specs.Spec, error) {

@@ -17,6 +17,7 @@ import (
 	"berth/cni"
 	"berth/image"
 	"berth/internal/rootfs"
+	"berth/oci"
 	"berth/oci/users"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
@@ -34,6 +35,7 @@ type Launcher interface {
 	Pause(ctx context.Context, pod *state.Pod) (*proto.Started, error)
 	Root(ctx context.Context, pod *state.Pod, c *state.Container) (rootfs.Spec, error)
 	User(ctx context.Context, c *state.Container, root rootfs.Spec) (users.User, error)
+	MakeVolumes(ctx context.Context, c *state.Container, root rootfs.Spec) ([]oci.AnonymousVolume, error)
 	Validate(ctx context.Context, pod *state.Pod, c *state.Container,
 		targetPIDNS func() (string, error)) (*specs.Spec, error)
 	Spec(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*specs.Spec, error)

@@ -65,6 +65,7 @@ type Config struct {
 	OwnDevices     bool                      // devices belong to the user and group of the security context
 	Defaults       oci.Defaults              // of all containers
 	PauseCPUs      string                    // CPUs of pauses; empty: all
+	IgnoreVolumes  bool                      // VOLUMEs of images have no effect
 	LayersLost     bool                      // containers on layers that are still incomplete read zeros: they are killed
 	Waits          *task.Waits               // lists the waits of operations
 	Observer       Observer                  // nil: none
@@ -287,6 +288,10 @@ func newLauncher(
 		MaxLogLine: cfg.MaxLogLine,
 		CRIU:       cfg.CRIU,
 		Tasks:      tasks,
+		Log:        cfg.Log,
+
+		Unpacker:      cfg.Unpacker,
+		IgnoreVolumes: cfg.IgnoreVolumes,
 	}
 }
 

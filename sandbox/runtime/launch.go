@@ -3,6 +3,7 @@ package runtime
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"time"
@@ -38,6 +39,10 @@ type Launcher struct {
 	MaxLogLine int    // maximum bytes of a log line; longer lines are split as partial
 	CRIU       string // the configured CRIU (see criu.Locate)
 	Tasks      *task.Runner
+	Log        *slog.Logger
+
+	Unpacker      Unpacker // of the content of anonymous volumes
+	IgnoreVolumes bool     // containers get no anonymous volumes
 }
 
 // Pause starts the pod's pause in its existing namespaces.

@@ -56,6 +56,7 @@ func (n Node) Container(
 		ID: c.ID, Pod: n.pod(p), Config: c.Config, Image: &c.Image.Config, User: c.User, Labels: c.Labels, Host: facts,
 		SystemdCgroup: n.SystemdCgroup, TargetPIDNS: targetPIDNS, Resources: c.Resources, Files: host.Files{},
 		ImageVolumes: volumes, DeviceOwnership: n.OwnDevices, Defaults: n.Defaults,
+		Volumes: c.Anonymous, VolumesDir: n.Dirs.Volumes(c.ID),
 	})
 	if err != nil {
 		return nil, err

@@ -35,6 +35,10 @@ func (d Dirs) PodFiles(podID string) string { return filepath.Join(d.Root, "sand
 // Writable is the writable layer of a container, or of a pause from an image.
 func (d Dirs) Writable(id string) string { return filepath.Join(d.Root, "rootfs", id) }
 
+// Volumes holds the directories of a container's anonymous volumes, beside the upper directory of
+// its writable layer. So they belong to the same quota project and end with the layer.
+func (d Dirs) Volumes(id string) string { return filepath.Join(d.Writable(id), "volumes") }
+
 // Trash holds directories that are being deleted, on the filesystem of the writable layers.
 func (d Dirs) Trash() string { return d.Writable("trash") }
 

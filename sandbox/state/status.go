@@ -11,6 +11,7 @@ import (
 	"berth/cni"
 	"berth/internal/nri"
 	"berth/internal/task"
+	"berth/oci"
 	"berth/oci/users"
 )
 
@@ -103,10 +104,11 @@ type ContainerStatus struct {
 	Limits    *nri.Limits                         `json:"limits,omitempty"` // in force, set by plugins
 
 	// The creation sets these before the container is published. They do not change afterwards.
-	User       users.User      `json:"user"`
-	Adjustment *nri.Adjustment `json:"adjustment,omitempty"` // changes by plugins
-	Process    *specs.Process  `json:"process,omitempty"`    // template of execs; nil until the creation is complete
-	Described  *specs.Spec     `json:"described,omitempty"`  // shown to plugins besides Process
+	User       users.User            `json:"user"`
+	Anonymous  []oci.AnonymousVolume `json:"anonymousVolumes,omitempty"` // at VOLUMEs of the image; versions up to 0.2.0 made none
+	Adjustment *nri.Adjustment       `json:"adjustment,omitempty"`       // changes by plugins
+	Process    *specs.Process        `json:"process,omitempty"`          // template of execs; nil until the creation is complete
+	Described  *specs.Spec           `json:"described,omitempty"`        // shown to plugins besides Process
 
 	Filled    bool      `json:"filled,omitempty"`   // the writable layer has the files of the checkpoint, and no start has used it
 	StartedAt time.Time `json:"startedAt,omitzero"` // of the StartContainer call; in a snapshot of a running container: of its init

@@ -15,6 +15,7 @@ import (
 
 	"berth/checkpoint"
 	"berth/cni"
+	"berth/oci"
 )
 
 // Stage is the progress of an object according to its record.
@@ -80,6 +81,7 @@ type FoundContainer struct {
 	ImageID     string
 	ImageRef    string          // image_ref of CRI answers
 	Layers      []digest.Digest // held for its image and image volumes
+	Anonymous   []oci.AnonymousVolume
 }
 
 // Found holds the contents of all records below a root directory.
@@ -200,6 +202,7 @@ func (r *Found) addContainer(name string, _ int, body []byte) error {
 		ImageRef:    cmp.Or(spec.Image.Ref, spec.Image.ID),
 		Layers:      spec.Image.Layers,
 		Stage:       containerStages[status.phase],
+		Anonymous:   status.Anonymous,
 	}
 	if c.Stage == "" {
 		return errors.New("the recorded phase is unknown")

@@ -583,6 +583,8 @@ func sandboxConfig(cfg *config.Config, n *node.Node, waits *task.Waits, log *slo
 		Defaults:   containerDefaults(cfg),
 		PauseCPUs:  cfg.PauseCPUs,
 
+		IgnoreVolumes: cfg.ImageVolumes == "ignore",
+
 		CRIU:          cfg.CheckpointCRIU,
 		TrustRestores: cfg.CheckpointRestore == "trusted",
 		Verifier:      n.Verify,

@@ -145,6 +145,9 @@ func (f *facts) compareFiles(d *finder) {
 	for id, c := range f.containers {
 		if c.Stage != state.BeingMade && c.Stage != state.BeingRemoved {
 			f.compareExists(d, containerName(id), filepath.Join(f.dirs.Writable(""), id, "upper"))
+			for _, v := range c.Anonymous {
+				f.compareExists(d, containerName(id), filepath.Join(f.dirs.Volumes(id), v.Name))
+			}
 		}
 	}
 }
