@@ -8,15 +8,18 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync"
 	"syscall"
 	"testing"
 
 	"github.com/containerd/nri/pkg/api"
 	"github.com/containerd/nri/pkg/stub"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/vishvananda/netlink"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/image/erofs"
+	"berth/integration/fixture"
 	"berth/integration/harness"
 )
 
@@ -25,6 +28,10 @@ var variants = []operation{
 	{name: "StopContainer_frozen", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started, freezeMonitor), request: stopContainer(0), more: true},
 	{name: "UpdateContainerResources", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: limit, more: true},
 	{name: "CreateContainer_hostPath", prepare: with(podRuns(harness.HostNetwork), withContainer(), withHostPath), request: createContainer, again: anotherContainer, more: true},
+
+	{name: "CreateContainer_volumes", prepare: with(podRuns(podInUserNamespace), withContainer(containerInUserNamespace), withVolumes), request: createContainer,
+		again: anotherContainer, more: true},
+	{name: "RemoveContainer_volumes", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), withVolumes, started), request: removeContainer, more: true},
 
 	{name: "RunPodSandbox_builtInNetwork", daemon: builtInNetwork, prepare: with(networkLost, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
 	{name: "RunPodSandbox_builtInNetwork_found", daemon: builtInNetwork, prepare: with(networkLost, makeBridge, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
@@ -52,6 +59,28 @@ func freezeMonitor(t *testing.T, w *world) {
 // case.
 func withHostPath(_ *testing.T, w *world) {
 	w.container.Mounts = append(w.container.Mounts, &runtimeapi.Mount{HostPath: filepath.Join(w.d.LogDir, "host/path"), ContainerPath: "/host"})
+}
+
+// declaringImage pushes an image with VOLUMEs once: one with content, an empty one, and a missing one.
+var declaringImage = sync.OnceValues(func() (string, error) {
+	layer, err := fixture.Tree{
+		fixture.Dir("data", 0o750).Owned(7, 8), fixture.File("data/file", 0o644, "content"), fixture.Dir("empty", 0o755),
+	}.Layer(fixture.Gzip)
+	if err != nil {
+		return "", err
+	}
+	img, err := fixture.Image(v1.Config{Volumes: map[string]struct{}{"/data": {}, "/empty": {}, "/missing": {}}}, layer)
+	if err != nil {
+		return "", err
+	}
+	return harness.Registry.Push("crash/declaring:1", img)
+})
+
+// withVolumes gives the container an image with VOLUMEs.
+func withVolumes(t *testing.T, w *world) {
+	name := harness.Get(declaringImage())(t)
+	w.d.EnsureImage(t, name)
+	harness.Image(name)(w.container)
 }
 
 // limit updates the limits of a running container.
