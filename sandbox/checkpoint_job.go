@@ -274,6 +274,7 @@ func (j *checkpointJob) copyAll(ctx context.Context) error {
 		return j.each(ctx, func(ctx context.Context, p *checkpointPart) error { return p.dump.Run(ctx) })
 	})
 	group.Go(func() error { return j.each(ctx, j.copyLayer) })
+	group.Go(func() error { return j.each(ctx, j.copyVolumes) })
 	group.Go(func() error { return j.copyShm(ctx) })
 	err := group.Wait()
 	if cause := context.Cause(ctx); err != nil && cause != nil && errdefs.Code(cause) == codes.Unavailable {
@@ -314,6 +315,19 @@ func (j *checkpointJob) copyLayer(ctx context.Context, part *checkpointPart) err
 		return err
 	}
 	return writeJSON(part.dir, archive.DeletedFilesFile, deleted)
+}
+
+// copyVolumes copies a container's anonymous volumes.
+func (j *checkpointJob) copyVolumes(ctx context.Context, part *checkpointPart) error {
+	if len(part.Anonymous) == 0 {
+		return nil
+	}
+	dir, err := safefs.OpenRoot(j.m.dirs.Volumes(part.ID))
+	if err != nil {
+		return err
+	}
+	defer dir.Close() // it was only read
+	return writeNew(part.dir, archive.VolumesFile, func(f *os.File) error { return dump.Directory(ctx, dir, f) })
 }
 
 // copyShm copies the pod's /dev/shm, unless the pod uses the node's.

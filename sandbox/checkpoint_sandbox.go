@@ -22,6 +22,10 @@ func (j *checkpointJob) saveSandbox(ctx context.Context, containers []lockedCont
 	if part.Config.GetTty() {
 		return errdefs.FailedPrecondition("container %s has a terminal, which a sandbox cannot restore", part.ID)
 	}
+	if len(part.Anonymous) > 0 {
+		return errdefs.FailedPrecondition(
+			"container %s has volumes of its image, which are not saved with a sandbox: %s", part.ID, part.Anonymous[0].Path)
+	}
 	err := j.m.tasks.WithLock(ctx, j.pod.sandbox, "checkpoint", "sandbox of "+j.pod.String(), func() error {
 		j.frozenAt = time.Now()
 		return j.m.dumper.SaveSandbox(ctx, j.pod.PodSpec, part.ContainerSpec, part.dir)

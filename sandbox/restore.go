@@ -268,11 +268,18 @@ func (m *Manager) fillContainer(
 	if err := m.restores.Compare(ctx, a, c.snapshot(), spec); err != nil {
 		return err
 	}
-	if err := m.restores.FillLayer(ctx, c.snapshot(), root); err != nil {
+	if err := m.fillLayer(ctx, c, root); err != nil {
 		return err
 	}
 	c.Filled = true
 	return nil
+}
+
+func (m *Manager) fillLayer(ctx context.Context, c lockedContainer, root rootfs.Spec) error {
+	if err := m.restores.FillLayer(ctx, c.snapshot(), root); err != nil || len(c.Anonymous) == 0 {
+		return err
+	}
+	return m.selinux.LabelOwn(m.dirs.Volumes(c.ID), c.Labels)
 }
 
 // refillContainer fills the writable layer again, because an interrupted start may have changed it.
@@ -284,7 +291,7 @@ func (m *Manager) refillContainer(ctx context.Context, p *pod, c lockedContainer
 	if err != nil {
 		return err
 	}
-	return m.restores.FillLayer(ctx, c.snapshot(), root)
+	return m.fillLayer(ctx, c, root)
 }
 
 // dropCheckpoint removes the checkpoint of a container that does not need it any more. If it fails,

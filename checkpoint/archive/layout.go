@@ -23,6 +23,7 @@ const (
 	RootfsDiffFile   = "rootfs-diff.tar"       // changed files of the writable layer
 	DeletedFilesFile = "deleted.files"         // JSON list of deleted paths
 	ShmFile          = "devshm-checkpoint.tar" // content of /dev/shm; of a pod: beside the containers' directories
+	VolumesFile      = "volumes.tar"           // content of the volumes of its image, in numbered directories
 	StatsFile        = "stats-dump"            // CRIU's statistics
 	LogFile          = "dump.log"              // CRIU's log
 	ImagesDir        = "checkpoint"            // images of CRIU, or of gVisor's sandbox
@@ -33,7 +34,7 @@ const (
 // containerFiles are the files of a container that Import accepts.
 var containerFiles = map[string]bool{
 	ConfigFile: true, SpecFile: true, BindMountsFile: true, StatusFile: true, RootfsDiffFile: true,
-	DeletedFilesFile: true, ShmFile: true, StatsFile: true, LogFile: true,
+	DeletedFilesFile: true, VolumesFile: true, ShmFile: true, StatsFile: true, LogFile: true,
 }
 
 // podFiles are the files beside the containers' directories that Import accepts.

@@ -290,6 +290,8 @@ func TestGVisorRefusals(t *testing.T) {
 	program := os.Getenv("BERTH_RUNSC")
 	d := startGVisor(t, harness.WithHandler("none", program, "--overlay2=none"))
 	none := func(*testing.T, *harness.Pod) {}
+	name := declaring(t, "gvisor")
+	imageWithVolumes := func(c *runtimeapi.ContainerConfig) { harness.Image(name)(c); harness.Script("exec sleep 100000")(c) }
 	for _, test := range []struct {
 		name, handler, want string
 		option              harness.ContainerOption
@@ -297,6 +299,7 @@ func TestGVisorRefusals(t *testing.T) {
 	}{
 		{"terminal", gvisor, "has a terminal", harness.WithTerminal, none},
 		{"shared memory", gvisor, "has files in /dev/shm", harness.Script("echo x >/dev/shm/x; exec sleep 100000"), none},
+		{"volumes of the image", gvisor, "volumes of its image", imageWithVolumes, none},
 		{"overlay", "none", "overlay2", harness.Script("exec sleep 100000"), none},
 		{"second container", gvisor, "", harness.Script("exec sleep 100000"), func(t *testing.T, pod *harness.Pod) { pod.Run(t) }},
 	} {

@@ -10,11 +10,13 @@ import (
 	"strings"
 	"testing"
 
+	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/integration/fixture"
 	"berth/integration/harness"
 )
 
@@ -236,6 +238,43 @@ func TestRestoreKeepsFiles(t *testing.T) {
 	harness.Equal(t, "files", containers[0].Exec(t, "sh", "-c", show), want)
 	harness.Equal(t, "the hidden directory", containers[0].Exec(t, "ls", "-A", "/var"), "only")
 	restored.Remove(t)
+}
+
+// declaring pushes an image with VOLUMEs: one with a file, and a missing one.
+func declaring(t *testing.T, tag string) (name string) {
+	t.Helper()
+	img := harness.BuildImage(t, v1.Config{Volumes: map[string]struct{}{"/data": {}, "/missing": {}}}, fixture.Tree{
+		fixture.Dir("data", 0o750).Owned(7, 8), fixture.File("data/file", 0o644, "image\n"), fixture.File("data/gone", 0o644, ""),
+	})
+	name, _ = harness.Push(t, harness.Registry, "declaring:"+tag, img)
+	return name
+}
+
+// The volumes of an image are as they were, with an open file. The container's next attempt gets
+// new ones.
+func TestRestoreKeepsVolumes(t *testing.T) {
+	name := declaring(t, "saved")
+	const show = `cat /data/file /missing/new /missing/open; ls -A /data; stat -c "%a %u:%g" /data /missing`
+	d := harness.StartDaemon(t, criuOption(t))
+	pod := d.RunPod(t)
+	c := pod.Run(t, harness.Image(name), harness.Script("exec 7>/missing/open; echo changed >>/data/file && rm /data/gone && echo new >/missing/new; echo open >&7; "+counting))
+	waitCounted(t, c, 1)
+	want := c.Exec(t, "sh", "-c", show)
+	s := save(t, pod, c)
+	pod.Remove(t)
+	restored, containers := restorePod(t, d, s.identity(t))
+	d.Restart(t)
+	containers[0].Start(t)
+	waitCounted(t, containers[0], 1)
+	harness.Equal(t, "files", containers[0].Exec(t, "sh", "-c", show), want)
+	harness.Equal(t, "the open file", containers[0].Exec(t, "sh", "-c", "echo more >/data/more; readlink /proc/1/fd/7"), "/missing/open")
+	harness.Equal(t, "files of another container", restored.Sh(t, "cat /data/file; ls -A /data /missing", harness.Image(name)),
+		"image\n/data:\nfile\ngone\n\n/missing:\n")
+	restored.Remove(t)
+
+	request := s.identity(t)
+	request.ContainerConfigs[0].Mounts = append(request.ContainerConfigs[0].Mounts, &runtimeapi.Mount{HostPath: t.TempDir(), ContainerPath: "/data/sub"})
+	restoreRefused(t, d, request, codes.FailedPrecondition, "mount of /data/sub")
 }
 
 // A container with a terminal and standard input continues, and both can be attached again.

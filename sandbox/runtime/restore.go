@@ -144,6 +144,11 @@ func (k Restores) Compare(ctx context.Context, a *archive.Archive, c *state.Cont
 	if a.Signer == archive.ThisNode {
 		return nil
 	}
+	if len(c.Anonymous) > 0 {
+		return errdefs.FailedPrecondition(
+			"checkpoint of %s: berth cannot compare the content of the image's volume %s in checkpoints of other nodes",
+			c.Config.GetMetadata().GetName(), c.Anonymous[0].Path)
+	}
 	return k.verifyContainer(ctx, dir, c, spec)
 }
 

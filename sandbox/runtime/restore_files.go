@@ -22,7 +22,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// FillLayer writes the files of a container's checkpoint into its empty writable layer.
+// FillLayer writes the files of a container's checkpoint into its empty writable layer, and those of
+// its anonymous volumes.
 func (k Restores) FillLayer(ctx context.Context, c *state.Container, root rootfs.Spec) error {
 	dir := k.Dirs.CheckpointOf(c.PodID, c.Restore)
 	hidden, err := whiteouts(dir)
@@ -44,6 +45,30 @@ func (k Restores) FillLayer(ctx context.Context, c *state.Container, root rootfs
 	}
 	if err := unpack.MarkOpaque(upper, result.Opaques); err != nil {
 		return fmt.Errorf("fill writable layer of %s: %w", c.ID, err)
+	}
+	if len(c.Anonymous) == 0 {
+		return nil
+	}
+	return k.fillVolumes(ctx, c.ID, filepath.Join(dir, archive.VolumesFile))
+}
+
+// fillVolumes makes the directories of a container's anonymous volumes from the tar at path.
+func (k Restores) fillVolumes(ctx context.Context, id, path string) error {
+	dir := k.Dirs.Volumes(id)
+	if err := rootfs.MakeDir(dir, 0o700, 0, 0); err != nil {
+		return fmt.Errorf("make volumes of %s: %w", id, err)
+	}
+	volumes, err := os.Open(dir)
+	if err != nil {
+		return fmt.Errorf("open volumes of %s: %w", id, err)
+	}
+	defer volumes.Close() // they outlive no crash
+	none, err := newWhiteoutReader(nil)
+	if err != nil {
+		return err
+	}
+	if _, err := k.unpack(ctx, volumes, none, path); err != nil {
+		return fmt.Errorf("fill volumes of %s: %w", id, err)
 	}
 	return nil
 }
