@@ -221,6 +221,9 @@ func fromContainerd(f foreign) *Config {
 	}
 	f.setText(&c.CNIConfDir, at(runtime, "cni", "conf_dir")...)
 	f.setNumber(&c.MaxLogLine, at(runtime, "max_container_log_line_size")...)
+	if f.isTrue(at(runtime, "ignore_image_defined_volumes")...) {
+		c.ImageVolumes = "ignore"
+	}
 	f.setList(&c.CDISpecDirs, at(runtime, "cdi_spec_dirs")...)
 	f.get(at(runtime, "enable_cdi")...)
 	f.note("berth uses SELinux if the host does", at(runtime, "enable_selinux")...)
@@ -298,6 +301,9 @@ func fromCRIO(f foreign) *Config {
 	f.note("berth has a built-in pause program; image.pause selects an image", "crio", "image", "pause_image")
 	f.get("crio", "image", "pause_command")
 	f.setText(&c.DockerConfig, "crio", "image", "global_auth_file")
+	if volumes, _ := f.text("crio", "image", "image_volumes"); volumes == "ignore" {
+		c.ImageVolumes = volumes
+	}
 	f.setList(&c.PinnedImages, "crio", "image", "pinned_images")
 	f.setDuration(&c.StallTimeout, "crio", "image", "pull_progress_timeout")
 
