@@ -31,14 +31,14 @@ const (
 	maxVolumePath = unix.PathMax / 2
 )
 
-// PlaceVolumes decides which volumes of an image a container gets, sorted by depth and path. resolve
-// follows the symlinks of the image. Its errdefs.IsBadPath errors mean that no directory can be at a
-// path. Relative paths begin at the root.
+// PlaceVolumes decides which volumes of an image a container gets, sorted by depth and path.
+// resolve follows the symlinks of the image. Its errdefs.IsBadPath errors mean that no directory
+// can be at a path. Relative paths begin at the root.
 //
 //   - A mount of the request at the path, or at a parent of it, takes the place of a volume.
 //   - Two volumes at one path, perhaps through a symlink, are one.
-//   - ignored lists the volumes that cannot be directories of the container: the root, a file, paths
-//     of the kernel's filesystems and of the pod's files, and paths that are too long.
+//   - ignored lists the volumes that cannot be directories of the container: the root, a file,
+//     paths of the kernel's filesystems and of the pod's files, and paths that are too long.
 //
 // The error is InvalidArgument for an image with more than maxVolumes volumes.
 func PlaceVolumes(
@@ -94,7 +94,8 @@ func mountPlaces(mounts []*runtimeapi.Mount, resolve func(string) (string, error
 // reserved are the places of the kernel's filesystems and of the pod's files.
 var reserved = []string{"/proc", "/sys", "/dev", "/etc/hostname", "/etc/hosts", "/etc/resolv.conf"}
 
-// placeOf returns the path of a declared volume, or "" if no directory of the container can be there.
+// placeOf returns the path of a declared volume, or "" if no directory of the container can be
+// there.
 func placeOf(declared string, resolve func(string) (string, error)) (string, error) {
 	if strings.IndexByte(declared, 0) >= 0 {
 		return "", nil
@@ -103,7 +104,8 @@ func placeOf(declared string, resolve func(string) (string, error)) (string, err
 	if err != nil && !errdefs.IsBadPath(err) {
 		return "", err
 	}
-	if err != nil || at == "/" || isTooLong(at) || slices.ContainsFunc(reserved, func(dir string) bool { return isBelow(at, dir) }) {
+	isReserved := func(dir string) bool { return isBelow(at, dir) }
+	if err != nil || at == "/" || isTooLong(at) || slices.ContainsFunc(reserved, isReserved) {
 		return "", nil
 	}
 	return at, nil

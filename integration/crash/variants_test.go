@@ -61,7 +61,8 @@ func withHostPath(_ *testing.T, w *world) {
 	w.container.Mounts = append(w.container.Mounts, &runtimeapi.Mount{HostPath: filepath.Join(w.d.LogDir, "host/path"), ContainerPath: "/host"})
 }
 
-// declaringImage pushes an image with VOLUMEs once: one with content, an empty one, and a missing one.
+// declaringImage pushes an image with VOLUMEs once: one with content, an empty one, and a missing
+// one.
 var declaringImage = sync.OnceValues(func() (string, error) {
 	layer, err := fixture.Tree{
 		fixture.Dir("data", 0o750).Owned(7, 8), fixture.File("data/file", 0o644, "content"), fixture.Dir("empty", 0o755),

@@ -28,9 +28,9 @@ import (
 	"berth/sandbox/state"
 )
 
-// MakeVolumes makes the directories of a container's anonymous volumes and returns the volumes. Each
-// directory has the content, owner and mode of the image at its path. root is the container's root
-// filesystem, whose writable layer is empty. A restored container gets the directories of its
+// MakeVolumes makes the directories of a container's anonymous volumes and returns the volumes.
+// Each directory has the content, owner and mode of the image at its path. root is the container's
+// root filesystem, whose writable layer is empty. A restored container gets the directories of its
 // checkpoint instead, by Restores.FillLayer.
 //
 // The image is hostile. The daemon reads it through a mount of its own, with the image as the root
@@ -125,7 +125,8 @@ func (k Launcher) makeVolume(ctx context.Context, image *os.File, path, dir stri
 	return k.copyVolume(ctx, image, path, dir, mappings)
 }
 
-// isEmpty reports whether a directory of an image has neither files nor extended attributes to copy.
+// isEmpty reports whether a directory of an image has neither files nor extended attributes to
+// copy.
 func isEmpty(f *os.File) (bool, error) {
 	if _, err := f.Readdirnames(1); !errors.Is(err, io.EOF) {
 		return false, err

@@ -22,8 +22,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// FillLayer writes the files of a container's checkpoint into its empty writable layer, and those of
-// its anonymous volumes.
+// FillLayer writes the files of a container's checkpoint into its empty writable layer and its
+// anonymous volumes.
 func (k Restores) FillLayer(ctx context.Context, c *state.Container, root rootfs.Spec) error {
 	dir := k.Dirs.CheckpointOf(c.PodID, c.Restore)
 	hidden, err := whiteouts(dir)
