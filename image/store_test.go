@@ -755,10 +755,11 @@ func TestRecordOfAnotherImageIsRefused(t *testing.T) {
 // Only the fields of a configuration that containers use are kept decoded and written to their
 // records.
 func TestImageKeepsOnlyContainerConfigDecoded(t *testing.T) {
-	used := ocispec.ImageConfig{User: "u", Env: []string{"A=1"}, Entrypoint: []string{"e"}, Cmd: []string{"c"}, WorkingDir: "/w", StopSignal: "SIGHUP"}
+	used := ocispec.ImageConfig{User: "u", Env: []string{"A=1"}, Entrypoint: []string{"e"}, Cmd: []string{"c"}, WorkingDir: "/w", StopSignal: "SIGHUP",
+		Volumes: map[string]struct{}{"/v": {}}}
 	all := ocispec.Image{Author: "a", Config: used, History: []ocispec.History{{Comment: "h"}}}
 	all.Config.Labels = map[string]string{"l": "1"}
-	all.Config.Volumes, all.Config.ExposedPorts = map[string]struct{}{"/v": {}}, map[string]struct{}{"80/tcp": {}}
+	all.Config.ExposedPorts = map[string]struct{}{"80/tcp": {}}
 	raw, err := json.Marshal(all)
 	if err != nil {
 		t.Fatal(err)
