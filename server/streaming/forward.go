@@ -45,9 +45,9 @@ type forwarder struct {
 	runtime Runtime
 	pod     string
 	log     *slog.Logger
-	guard   *spdyGuard  // of a SPDY session; set before its first stream
-	ending  atomic.Bool // all channels of a WebSocket session have ended
-	worked  atomic.Bool // a port has accepted a connection
+	guard   atomic.Pointer[spdyGuard] // of a SPDY session; set before its first stream
+	ending  atomic.Bool               // all channels of a WebSocket session have ended
+	worked  atomic.Bool               // a port has accepted a connection
 
 	mu       sync.Mutex // guards the fields below
 	channels int        // of a WebSocket session, that have not ended
@@ -75,7 +75,7 @@ func (f *forwarder) PortForward(_ context.Context, _, _ string, port int32, stre
 func (f *forwarder) forwardSPDY(port int32, s httpstream.Stream, full bool) error {
 	ctx, cancel := context.WithCancel(f.ctx)
 	defer cancel()
-	f.guard.onReset(spdy.StreamId(s.Identifier()), cancel)
+	f.guard.Load().onReset(spdy.StreamId(s.Identifier()), cancel)
 	client := &forwardClient{ReadWriteCloser: s, f: f}
 	err := errFull
 	if !full {
@@ -126,8 +126,8 @@ func (f *forwarder) stop() {
 	f.mu.Lock()
 	idle := f.open == 0
 	f.mu.Unlock()
-	if idle && f.guard != nil {
-		f.guard.closeWrite()
+	if g := f.guard.Load(); idle && g != nil {
+		g.closeWrite()
 	}
 }
 

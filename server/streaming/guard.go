@@ -34,10 +34,10 @@ func (w guardedWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 // guardSPDY guards a SPDY client's connection. rules returns the limits of the negotiated protocol.
 // The guard is stored in made.
 func (s *Server) guardSPDY(w http.ResponseWriter, rules func(protocol string) streamRules,
-	made **spdyGuard) http.ResponseWriter {
+	made *atomic.Pointer[spdyGuard]) http.ResponseWriter {
 	return guardedWriter{w, func(conn net.Conn, from *bufio.Reader) (net.Conn, error) {
 		g, err := newSPDYGuard(conn, from, rules(w.Header().Get(httpstream.HeaderProtocolVersion)), s.cfg.Log)
-		*made = g
+		made.Store(g)
 		return g, err
 	}}
 }

@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -77,7 +78,7 @@ func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options re
 		s.serveWebSocket(w, r, c)
 		return
 	}
-	var guard *spdyGuard // only PortForward needs it
+	var guard atomic.Pointer[spdyGuard] // only PortForward needs it
 	w = s.guardSPDY(w, func(protocol string) streamRules { return commandRules(options, protocol) }, &guard)
 	s.serveSPDY(w, r, c)
 }
