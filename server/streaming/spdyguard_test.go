@@ -248,20 +248,18 @@ func (c *spdyClient) finish(stream spdy.StreamId) {
 	c.send(&spdy.DataFrame{StreamId: stream, Flags: spdy.DataFlagFin})
 }
 
-// finished reads until the server has finished a stream.
-func (c *spdyClient) finished(stream spdy.StreamId) {
+// finished reads until the server has finished one of the streams, and removes it.
+func (c *spdyClient) finished(streams map[spdy.StreamId]bool) {
 	c.t.Helper()
-	for {
+	for before := len(streams); len(streams) == before; {
 		f, err := c.framer.ReadFrame()
 		testutil.Must(c.t, err)
 		switch f := f.(type) {
 		case *spdy.RstStreamFrame:
-			if f.StreamId == stream {
-				return
-			}
+			delete(streams, f.StreamId)
 		case *spdy.DataFrame:
-			if f.StreamId == stream && f.Flags&spdy.DataFlagFin != 0 {
-				return
+			if f.Flags&spdy.DataFlagFin != 0 {
+				delete(streams, f.StreamId)
 			}
 		}
 	}
@@ -275,28 +273,31 @@ func TestConcurrentForwardsAreLimited(t *testing.T) {
 		return errors.Join(err, stream.Close())
 	}})
 	c := s.forwardClient(t)
-	request := 0
+	request, open := 0, map[spdy.StreamId]bool{}
 	forward := func() spdy.StreamId {
 		request++
 		data := c.forward(request)
 		c.finish(data - 2) // the error stream
+		open[data] = true
 		return data
 	}
 	for range 2 * maxForwards {
-		data := forward()
-		c.finish(data)
-		c.finished(data)
+		c.finish(forward())
+		c.finished(open)
 	}
-	var open []spdy.StreamId
 	for range maxForwards {
-		open = append(open, forward())
+		forward()
 	}
 	for range maxForwardStreams {
-		c.finished(forward())
+		forward()
+		c.finished(open) // one of them is refused
 	}
-	for _, data := range open {
-		c.finish(data)
-		c.finished(data)
+	for len(open) > 0 {
+		for data := range open {
+			c.finish(data)
+			break
+		}
+		c.finished(open)
 	}
 	for range maxForwardStreams + 1 {
 		c.open(portforward.StreamTypeError, portforward.PortHeader, "80")
