@@ -224,6 +224,7 @@ func TestRemoveContainerFailures(t *testing.T) {
 				id := startContainer(t, m, runPod(t, m))
 				if test.step == "remove processes" { // the exit removes and retries them, too
 					testutil.Must(t, m.StopContainer(t.Context(), id, 0))
+					synctest.Wait()
 				}
 				f.failing(test.step, 1)
 				err := m.RemoveContainer(t.Context(), id)

@@ -40,7 +40,8 @@ func Claim(dirs state.Dirs, log *slog.Logger) error {
 func Identify(dirs state.Dirs, log *slog.Logger) error {
 	err := dirs.Identify()
 	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) || errors.Is(err, unix.EROFS) {
-		log.Warn("write the identity of root: until it is written, a root that is not mounted is noticed less surely", "error", err)
+		log.Warn("write the identity of root: until it is written, a root that is not mounted is noticed less surely",
+			"error", err)
 		return nil
 	}
 	return err
