@@ -163,6 +163,31 @@ func TestEntriesThatAreNoImages(t *testing.T) {
 	}
 }
 
+// Another runtime may keep an image for a lower level of the CPU only, with the whole index.
+func TestIndexWithMissingManifests(t *testing.T) {
+	w := &layoutWriter{t, map[string]string{}}
+	level := func(d ocispec.Descriptor, variant string) ocispec.Descriptor {
+		d.Platform = &ocispec.Platform{OS: "linux", Architecture: "amd64", Variant: variant}
+		return d
+	}
+	missing := func(name string) ocispec.Descriptor { return descriptor(ocispec.MediaTypeImageManifest, name) }
+	here := w.index(level(missing("v3"), "v3"), level(w.image("layer"), ""), level(missing("v2"), "v2"))
+	none := w.index(level(missing("v3"), "v3"), level(missing("v2"), "v2"))
+	host := ocispec.Platform{OS: "linux", Architecture: "amd64", Variant: "v3"}
+	for form, a := range w.open(here) {
+		images, _, err := a.Images(host)
+		testutil.Must(t, err)
+		if images[0].Layers[0].DiffID != digest.FromString("layer") || images[0].Digest != here.Digest {
+			t.Errorf("%s: %+v", form, images[0].Image)
+		}
+	}
+	for form, a := range w.open(none) {
+		if _, _, err := a.Images(host); !errdefs.IsNotFound(err) || !strings.Contains(err.Error(), digest.FromString("v3").String()) {
+			t.Errorf("%s: %v", form, err)
+		}
+	}
+}
+
 // A named artifact is an image as others.
 func TestNamedArtifactIsLoaded(t *testing.T) {
 	w := &layoutWriter{t, map[string]string{}}

@@ -2,6 +2,7 @@ package registry
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/containerd/platforms"
 	"github.com/opencontainers/go-digest"
@@ -30,12 +31,8 @@ func ResolveLocal(read ReadBlob, top ocispec.Descriptor, node ocispec.Platform) 
 		if depth > MaxIndexDepth {
 			return nil, errdefs.FailedPrecondition("more than %d indexes are nested", MaxIndexDepth)
 		}
-		var ok bool
-		if chosen, ok = choosePlatform(doc.index, node); !ok {
-			return nil, errdefs.NotFound("no image for platform %s in the index %s", platforms.Format(node), top.Digest)
-		}
-		if doc, err = readDocument(read, chosen); err != nil {
-			return nil, err
+		if doc, chosen, err = readBest(read, doc.index, node); err != nil {
+			return nil, fmt.Errorf("index %s: %w", top.Digest, err)
 		}
 	}
 	if doc.artifact != nil && doc.manifest.Subject != nil {
@@ -64,6 +61,27 @@ func ResolveLocal(read ReadBlob, top ocispec.Descriptor, node ocispec.Platform) 
 	}
 	img.Digest = top.Digest
 	return img, checkConfigPlatform(img.Config, node, chosen.Platform == nil)
+}
+
+// readBest reads the manifest or index of an index that suits a node best. Other runtimes keep only
+// a part of an index, perhaps for a lower level of the CPU. So it takes the best that is there.
+func readBest(read ReadBlob, index []ocispec.Descriptor, node ocispec.Platform) (doc document,
+	chosen ocispec.Descriptor, err error) {
+	missing := errdefs.NotFound("no image for platform %s", platforms.Format(node))
+	for rest := slices.Clone(index); ; {
+		best, ok := choosePlatform(rest, node)
+		if !ok {
+			return doc, chosen, missing
+		}
+		doc, err = readDocument(read, best)
+		if !errdefs.IsNotFound(err) {
+			return doc, best, err
+		}
+		if len(rest) == len(index) {
+			missing = err
+		}
+		rest = slices.DeleteFunc(rest, func(m ocispec.Descriptor) bool { return m.Digest == best.Digest })
+	}
 }
 
 func readDocument(read ReadBlob, want ocispec.Descriptor) (document, error) {
