@@ -413,6 +413,11 @@ func TestTightLocalhostSeccomp(t *testing.T) {
 			})
 		}
 	}
+	tight := harness.Get(filepath.Abs(filepath.Join("testdata", "seccomp-tight.json")))(t)
+	_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t, harness.HostNetwork, func(c *runtimeapi.PodSandboxConfig) {
+		c.Linux.SecurityContext.Seccomp = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Localhost, LocalhostRef: tight}
+	}), "")
+	harness.WantCode(t, err, codes.InvalidArgument, "rt_sigtimedwait", "pause")
 	dir := machine.HostDir(t)
 	harness.Must(t, os.WriteFile(filepath.Join(dir, "garbage"), []byte("no program"), 0o755))
 	volume := harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: dir, Readonly: true})

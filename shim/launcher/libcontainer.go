@@ -113,6 +113,9 @@ func (b *libcontainerBackend) create() (pid int, err error) {
 	if err := b.makeContainer(); err != nil {
 		return 0, err
 	}
+	if err := b.checkPauseFilter(); err != nil {
+		return 0, err
+	}
 	if err := b.l.passFilter(b.process, b.config); err != nil {
 		return 0, err
 	}
@@ -122,6 +125,26 @@ func (b *libcontainerBackend) create() (pid int, err error) {
 	failpoint.Reach("launcher.init-started")
 	b.endStep("libcontainer start")
 	return b.process.Pid()
+}
+
+// checkPauseFilter refuses a pod's seccomp profile that does not allow what berth's own pause does.
+func (b *libcontainerBackend) checkPauseFilter() error {
+	if b.Pause == "" || !slices.Equal(b.process.Args, proto.PauseArgs) {
+		return nil
+	}
+	for _, needed := range []struct {
+		name string
+		call uint32
+	}{
+		{"rt_sigtimedwait", unix.SYS_RT_SIGTIMEDWAIT}, {"rt_sigprocmask", unix.SYS_RT_SIGPROCMASK},
+		{"exit_group", unix.SYS_EXIT_GROUP},
+	} {
+		if !b.l.filters.Allows(b.config.Seccomp, needed.call) {
+			return proto.Errorf(proto.InvalidArgument,
+				"the pod's seccomp profile does not allow %s, which the pause container needs", needed.name)
+		}
+	}
+	return nil
 }
 
 func (b *libcontainerBackend) execute() error {

@@ -1,4 +1,4 @@
-// Package bpfcache installs seccomp filters of containers and execs, and compiles each profile once.
+// Package bpfcache installs seccomp filters of containers and execs, and compiles a profile once.
 //
 // libcontainer makes libseccomp compile the filter in the process that installs it. RuntimeDefault
 // has some 400 rules, and compiling them takes longer than the rest of that process.
@@ -84,7 +84,8 @@ func hasListener(profile *configs.Seccomp) bool {
 		slices.ContainsFunc(profile.Syscalls, func(s *configs.Syscall) bool { return s.Action == configs.Notify })
 }
 
-// Allows returns whether a profile allows a system call. It is true if the profile does not compile.
+// Allows returns whether a profile allows a system call. It returns true for a profile that does
+// not compile.
 func (t *Table) Allows(profile *configs.Seccomp, call uint32) bool {
 	if profile == nil {
 		return true
@@ -230,8 +231,8 @@ func flagsOf(profile *configs.Seccomp) (flags uint32) {
 	return flags
 }
 
-// key identifies a profile. It is a cryptographic hash: nobody can write a profile whose key is that
-// of another one.
+// key identifies a profile. It is a cryptographic hash: nobody can write a profile whose key is
+// that of another one.
 type key [sha256.Size]byte
 
 // profileKey returns the key of a profile's filter.
