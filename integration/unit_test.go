@@ -59,7 +59,7 @@ func (u *unitTest) checkContainer(t *testing.T) {
 
 func (u *unitTest) testKill(t *testing.T) {
 	// Without StartLimitIntervalSec=0 systemd would stop restarting the unit after these kills.
-	harness.DropIn(t, harness.UnitName, "[Service]", "RestartSec=20ms", "RestartSteps=0")
+	harness.DropIn(t, harness.UnitName, "[Service]", "RestartSec=20ms")
 	for range 10 {
 		killMain(t, u.d, syscall.SIGKILL)
 	}
