@@ -153,7 +153,8 @@ type Server struct {
 
 // New returns a server that passes requests on to pods and images.
 func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
-	s := &Server{log: log, grace: stopGrace, tracing: cfg.Tracing, observer: cfg.Observer, changing: cfg.Changing, names: cfg.Names,
+	s := &Server{log: log, grace: stopGrace, tracing: cfg.Tracing, observer: cfg.Observer, changing: cfg.Changing,
+		names:    cfg.Names,
 		requests: semaphore.NewWeighted(allRequests)}
 	s.stopping, s.endStreams = context.WithCancel(context.Background())
 	s.grpc = grpc.NewServer(

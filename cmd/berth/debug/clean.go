@@ -77,10 +77,11 @@ func (m *masker) tree(v any, shown func(keys []string) bool) any {
 
 // phrase cleans a text that the programs may contain as a whole.
 func (m *masker) phrase(s string) string {
-	if m.literal(s) {
+	cleaned := m.text(s)
+	if cleaned != s && m.literal(s) {
 		return s
 	}
-	return m.text(s)
+	return cleaned
 }
 
 // hostKeys are the keys of a host in hosts.toml that have no secrets.
@@ -340,8 +341,12 @@ func (m *masker) logField(f logField) string {
 		return f.value
 	}
 	value := f.value
-	if !f.known() {
+	switch {
+	case f.known():
+	case f.key == "msg":
 		value = m.phrase(value)
+	default:
+		value = m.text(value)
 	}
 	if secretKey.MatchString(f.key) {
 		value = m.secret(f.value)

@@ -89,7 +89,8 @@ func (n *node) processes(context.Context) (clean, error) {
 			continue
 		}
 		wchan, _ := os.ReadFile(filepath.Join(filepath.Dir(path), "wchan")) // needs CONFIG_KALLSYMS
-		fmt.Fprintf(&b, "%s(%s) %s %s %s\n", stat[:begin], n.mask.text(string(stat[begin+1:end])), fields[0], fields[1], wchan)
+		name := n.mask.text(string(stat[begin+1 : end]))
+		fmt.Fprintf(&b, "%s(%s) %s %s %s\n", stat[:begin], name, fields[0], fields[1], wchan)
 	}
 	return b.Bytes(), nil
 }

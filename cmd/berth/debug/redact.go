@@ -13,6 +13,7 @@ import (
 	"net/netip"
 	"regexp"
 	"strings"
+	"sync"
 	"time"
 )
 
@@ -29,11 +30,14 @@ type masker struct {
 	literals []byte          // read-only data of the programs
 	words    map[string]bool // words in it
 	names    map[string]bool // names of pods, containers, images, paths
+	phrases  *sync.Map       // texts that were searched in literals: whether they are there
+	units    *sync.Map       // words of texts: what stands for them
 }
 
 // newMasker takes the words of the given programs. Without them it removes all words.
 func newMasker(programs ...string) (*masker, error) {
-	m := &masker{key: make([]byte, 32), words: map[string]bool{}, names: map[string]bool{}}
+	m := &masker{key: make([]byte, 32), words: map[string]bool{}, names: map[string]bool{},
+		phrases: new(sync.Map), units: new(sync.Map)}
 	m.learn([]byte(kernelWords))
 	if _, err := rand.Read(m.key); err != nil {
 		return nil, fmt.Errorf("make a key for removed values: %w", err)
@@ -50,10 +54,10 @@ func newMasker(programs ...string) (*masker, error) {
 // kernelWords are words of the kernel's log and of mount options that berth's programs lack.
 const kernelWords = `default relatime lazytime noatime nodiratime errors remount discard barrier inode64 journal quota prjquota
 	usrquota grpquota seclabel nsdelegate memory_recursiveprot hugetlb pagesize udev devtmpfs debugfs tracefs securityfs
-	fuse fusectl binfmt xfs btrfs subvol subvolid compress zstd overlay lowerdir upperdir workdir redirect volatile metacopy
-	invoked killer oom_kill_process constraint nodemask cpuset mems_allowed global_oom task_memcg killed total anon rss shmem
-	pgtables oom_score_adj reaped blocked seconds tainted hung task lockup segfault sector buffer aborting corrupted
-	warning checksum orphan bridge promiscuous forwarding disabled martian conntrack table dropping packet apparmor denied
+	fuse fusectl binfmt xfs btrfs subvol subvolid compress zstd overlay lowerdir upperdir workdir redirect volatile
+	invoked killer oom_kill_process constraint nodemask cpuset mems_allowed global_oom task_memcg killed total anon rss
+	shmem metacopy pgtables oom_score_adj reaped blocked seconds tainted hung task lockup segfault sector buffer aborting
+	corrupted warning checksum orphan bridge promiscuous forwarding disabled martian conntrack table dropping packet apparmor denied
 	operation profile audit here cut trace`
 
 // readOnlyData returns the section of a program that has its string literals.
@@ -100,7 +104,7 @@ func (m *masker) learn(literals []byte) {
 // with returns a masker that also knows these names.
 func (m *masker) with(names ...string) *masker {
 	more := *m
-	more.names = maps.Clone(m.names)
+	more.names, more.units = maps.Clone(m.names), new(sync.Map)
 	for _, name := range names {
 		more.names[name] = true
 		for part := range strings.FieldsFuncSeq(name, isPathJoint) {
@@ -167,8 +171,18 @@ const (
 	closing = "\"'`)]}>,;:.!?\\"
 )
 
-// unit returns a sequence of characters without blanks, or what stands for it.
+// unit returns a sequence of characters without blanks, or what stands for it. Logs repeat most of
+// them.
 func (m *masker) unit(s string) string {
+	if known, ok := m.units.Load(s); ok {
+		return known.(string)
+	}
+	masked := m.maskUnit(s)
+	m.units.Store(s, masked)
+	return masked
+}
+
+func (m *masker) maskUnit(s string) string {
 	body := strings.TrimRight(strings.TrimLeft(s, opening), closing)
 	if body == "" {
 		if len(s) > 3 { // punctuation only, but much of it
@@ -288,9 +302,18 @@ func (m *masker) word(s string) bool {
 	return true
 }
 
-// literal returns whether the programs contain s as a whole.
+// literal returns whether the programs contain s as a whole. The search takes a millisecond, so its
+// result is kept.
 func (m *masker) literal(s string) bool {
-	return len(s) >= minLiteral && bytes.Contains(m.literals, []byte(s))
+	if len(s) < minLiteral {
+		return false
+	}
+	if found, searched := m.phrases.Load(s); searched {
+		return found.(bool)
+	}
+	found := bytes.Contains(m.literals, []byte(s))
+	m.phrases.Store(s, found)
+	return found
 }
 
 const minLiteral = 8 // shorter texts occur by chance

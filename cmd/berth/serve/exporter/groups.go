@@ -22,7 +22,9 @@ var groups = []struct {
 	{"lazy", []string{"berth_incomplete_", "berth_peer_"}},
 	{"containers", []string{"berth_container", "berth_pods", "berth_pauses_", "berth_oom_", "berth_launchers"}},
 	{"network", []string{"berth_cni_"}},
-	{"daemon", []string{"berth_build_", "berth_ready", "berth_config_", "berth_watchdog_", "berth_wait", "berth_longest_", "berth_disk_"}},
+	{"daemon", []string{
+		"berth_build_", "berth_ready", "berth_config_", "berth_watchdog_", "berth_wait", "berth_longest_", "berth_disk_",
+	}},
 	{"go", []string{"go_"}},
 	{"process", []string{"process_"}},
 }
