@@ -60,7 +60,6 @@ type Config struct {
 	CDI            runtime.CDIDirs           // directories of CDI device specs
 	CRIU           string                    // path of CRIU; empty: found in PATH
 	TrustRestores  bool                      // CRIU may restore processes, which it trusts with root on the node
-	Verifier       string                    // path of berth-verify; empty: there is none
 	Unpacker       runtime.Unpacker          // berth-unpack
 	OwnDevices     bool                      // devices belong to the user and group of the security context
 	Defaults       oci.Defaults              // of all containers
@@ -235,9 +234,7 @@ func wireManager(cfg Config, images *image.Store, p *hostParts, tasks *task.Runn
 	m.restores = runtime.Restores{
 		Dirs:     p.dirs,
 		Key:      m.signing,
-		Verifier: cfg.Verifier,
 		Unpacker: cfg.Unpacker,
-		Launcher: p.pool,
 	}
 	m.podenv = podenv.Provisioner{
 		Dirs:           p.dirs,

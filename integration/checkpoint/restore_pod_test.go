@@ -403,14 +403,17 @@ func TestRestoreRefusesRights(t *testing.T) {
 	waitCounted(t, c, 1)
 	s := save(t, pod, c)
 	pod.Remove(t)
-	request := s.identity(t)
-	request.ContainerConfigs[0].Linux.SecurityContext.NoNewPrivs = true
-	restored, containers := restorePod(t, d, request)
-	err := d.Cri.StartContainer(t.Context(), containers[0].Id)
-	if err == nil || !strings.Contains(err.Error(), "no_new_privs") {
-		t.Errorf("StartContainer: %v", err)
+	for want, change := range map[string]func(*runtimeapi.LinuxContainerSecurityContext){
+		"no_new_privs": func(s *runtimeapi.LinuxContainerSecurityContext) { s.NoNewPrivs = true },
+		"capabilities": func(s *runtimeapi.LinuxContainerSecurityContext) {
+			s.Capabilities = &runtimeapi.Capability{DropCapabilities: []string{"ALL"}}
+		},
+		"seccomp profile": func(s *runtimeapi.LinuxContainerSecurityContext) {
+			s.Seccomp = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault}
+		},
+	} {
+		request := s.identity(t)
+		change(request.ContainerConfigs[0].Linux.SecurityContext)
+		restoreRefused(t, d, request, codes.FailedPrecondition, want+": the checkpoint has")
 	}
-	harness.Equal(t, "reason", containers[0].Status(t).Reason, "StartError")
-	harness.Equal(t, "output", written(t, containers[0]), "")
-	restored.Remove(t)
 }

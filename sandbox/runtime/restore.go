@@ -23,7 +23,6 @@ import (
 	"berth/internal/failpoint"
 	"berth/internal/safefs"
 	"berth/sandbox/state"
-	"berth/shim/proto"
 )
 
 // Unpacker unpacks a tar into a directory, in a confined process. *process.Program implements it.
@@ -36,22 +35,14 @@ type Unpacker interface {
 type Restores struct {
 	Dirs     state.Dirs
 	Key      func() (*archive.Key, error) // of this node
-	Foreign  bool                         // checkpoints that this node has not signed are allowed
-	Verifier string                       // path of berth-verify; empty: there is none
 	Unpacker Unpacker
-	Launcher Inspector
-}
-
-// Inspector tells what a container would get from a launcher. *shim.Launchers implements it.
-type Inspector interface {
-	Inspect(ctx context.Context, profile *specs.LinuxSeccomp) (*proto.Inspected, error)
 }
 
 // Import copies the checkpoint at path to the directory of the pod with that ID and checks it. The
 // caller removes Dirs.Writable of the pod after an error. The original is not needed afterwards.
 //
-// Errors: InvalidArgument for a malformed checkpoint. FailedPrecondition for one of another node,
-// unless those are allowed, or of another architecture.
+// Errors: InvalidArgument for a malformed checkpoint. FailedPrecondition for one that is not signed
+// with the node's key, or of another architecture.
 func (k Restores) Import(ctx context.Context, path, podID string) (*archive.Archive, error) {
 	key, err := k.Key()
 	if err != nil {
@@ -79,19 +70,9 @@ func (k Restores) Import(ctx context.Context, path, podID string) (*archive.Arch
 		return nil, fmt.Errorf("import checkpoint %s: %w", path, err)
 	}
 	failpoint.Reach("restore.imported")
-	if a.Signer != archive.ThisNode && !k.Foreign {
+	if a.Signer != archive.ThisNode {
 		return nil, errdefs.FailedPrecondition(
 			"checkpoint %s is not signed with the key of this node (signer: %s)", path, a.Signer)
-	}
-	if a.Signer != archive.ThisNode && a.Manifest.Runtime != "" {
-		return nil, errdefs.FailedPrecondition(
-			"checkpoint %s is not signed by this node, and berth cannot compare the content of checkpoints of %q", path,
-			errdefs.Clip(a.Manifest.Runtime))
-	}
-	if a.Signer != archive.ThisNode {
-		if err := k.verifyShm(ctx, dir); err != nil {
-			return nil, err
-		}
 	}
 	if arch := a.Manifest.Node.Architecture; arch != "" && arch != goruntime.GOARCH {
 		return nil, errdefs.FailedPrecondition("checkpoint %s was made on %s, this node is %s", path, arch, goruntime.GOARCH)
@@ -121,11 +102,10 @@ func (k Restores) Compare(ctx context.Context, a *archive.Archive, c *state.Cont
 	if err != nil {
 		return err
 	}
-	differences := processDifferences(dumped.Process, spec.Process)
-	switch {
-	case a.Manifest.Runtime != "":
-		differences = append(differences, sandboxDifferences(&dumped, spec)...)
-	case a.Signer == archive.ThisNode: // berth-verify compares the images of others
+	differences := append(processDifferences(dumped.Process, spec.Process), rightsDifferences(&dumped, spec)...)
+	if a.Manifest.Runtime != "" {
+		differences = append(differences, sandboxMountDifferences(dumped.Mounts, spec.Mounts)...)
+	} else {
 		differences = append(differences, mountDifferences(&dumped, spec)...)
 	}
 	if image != c.Image.ID {
@@ -138,18 +118,7 @@ func (k Restores) Compare(ctx context.Context, a *archive.Archive, c *state.Cont
 	if a.Manifest.Runtime != "" { // the runtime compares devices and limits
 		return nil
 	}
-	if err := checkStreams(dir); err != nil {
-		return err
-	}
-	if a.Signer == archive.ThisNode {
-		return nil
-	}
-	if len(c.Anonymous) > 0 {
-		return errdefs.FailedPrecondition(
-			"checkpoint of %s: berth cannot compare the content of the image's volume %s in checkpoints of other nodes",
-			c.Config.GetMetadata().GetName(), c.Anonymous[0].Path)
-	}
-	return k.verifyContainer(ctx, dir, c, spec)
+	return checkStreams(dir)
 }
 
 // imageOf returns the ID of the image of a container in a checkpoint.
@@ -181,7 +150,7 @@ var ownVariables = []string{"HOSTNAME"}
 // processDifferences compares the checkpointed process with the requested one.
 func processDifferences(have, want *specs.Process) (differences []string) {
 	if have == nil || want == nil {
-		return []string{"the checkpoint describes no process"}
+		return nil // rightsDifferences says so
 	}
 	differ := func(field string, have, want any) {
 		differences = append(differences, fmt.Sprintf("%s: the checkpoint has %q, the request %q", field, have, want))
@@ -214,9 +183,9 @@ func processDifferences(have, want *specs.Process) (differences []string) {
 	return differences
 }
 
-// sandboxDifferences compares rights and mounts of a saved sandbox with those of the request. They
-// are in the sandbox's images, which berth can neither read nor change.
-func sandboxDifferences(have, want *specs.Spec) (differences []string) {
+// rightsDifferences compares the rights of a saved container with those of the request. CRIU and
+// gVisor restore the saved ones. LSM labels are no part of them: CRIU sets those of the request.
+func rightsDifferences(have, want *specs.Spec) (differences []string) {
 	if have.Process == nil || have.Linux == nil {
 		return []string{"the checkpoint describes no process"}
 	}
@@ -237,7 +206,13 @@ func sandboxDifferences(have, want *specs.Spec) (differences []string) {
 			differences = append(differences, right.name+": the checkpoint has another than the request")
 		}
 	}
-	x, y := mountOptions(have.Mounts), mountOptions(want.Mounts)
+	return differences
+}
+
+// sandboxMountDifferences compares the mounts of a saved sandbox with those of the request. They
+// are in the sandbox's images, which berth can neither read nor change.
+func sandboxMountDifferences(have, want []specs.Mount) (differences []string) {
+	x, y := mountOptions(have), mountOptions(want)
 	for _, place := range slices.Sorted(maps.Keys(x)) {
 		if y[place] != x[place] {
 			differences = append(differences, fmt.Sprintf("mount at %s: the checkpoint has another than the request", place))
@@ -275,9 +250,6 @@ func sorted(ids []uint32) []uint32 {
 	slices.Sort(ids)
 	return slices.Compact(ids)
 }
-
-// NullStream names the null device of a container's streams in a checkpoint.
-const NullStream = "pipe:[berth-null]"
 
 // checkStreams refuses a list of streams that would give the container other descriptors of CRIU
 // than the three streams.

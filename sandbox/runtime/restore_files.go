@@ -148,8 +148,8 @@ func whiteouts(dir string) (*whiteoutReader, error) {
 }
 
 // newWhiteoutReader returns the entries with these names after a comment. What follows must never
-// be first: an unpacker finds a compression by the first bytes, and berth-verify reads only plain
-// tars. The first name in a tar can begin like a gzip file.
+// be first: an unpacker finds a compression by the first bytes, and the first name in a tar can
+// begin like a gzip file.
 func newWhiteoutReader(names []string) (*whiteoutReader, error) {
 	r := &whiteoutReader{names: names}
 	r.tar = tar.NewWriter(&r.buffer)

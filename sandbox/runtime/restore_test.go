@@ -21,11 +21,9 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/checkpoint/archive"
-	"berth/checkpoint/verify"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
-	"berth/shim/proto"
 )
 
 func TestProcessDifferences(t *testing.T) {
@@ -66,9 +64,6 @@ func TestProcessDifferences(t *testing.T) {
 				t.Errorf("differences show a value: %q", got)
 			}
 		})
-	}
-	if got := processDifferences(nil, process(nil)); len(got) != 1 {
-		t.Errorf("without a process: %q", got)
 	}
 }
 
@@ -145,51 +140,6 @@ func writeJSON(t *testing.T, dir, name string, content any) {
 	testutil.Must(t, os.WriteFile(path, data, 0o600))
 }
 
-// A checkpoint of another node is compared with each filter that a launcher could load, its limits
-// and the paths that this kernel lacks.
-func TestExpectations(t *testing.T) {
-	limit := int64(1 << 20)
-	spec := &specs.Spec{Linux: &specs.Linux{
-		Seccomp:     &specs.LinuxSeccomp{DefaultAction: specs.ActAllow},
-		MaskedPaths: []string{"/proc/no-such-file", "/proc/version"}, ReadonlyPaths: []string{"/sys/no-such-file"},
-		Resources: &specs.LinuxResources{Memory: &specs.LinuxMemory{Limit: &limit}},
-	}}
-	rlimits := []specs.POSIXRlimit{{Type: "RLIMIT_CORE", Hard: 7}}
-	for _, filters := range [][][]byte{nil, {[]byte("a")}, {[]byte("a"), []byte("b")}} {
-		all, err := expectations(spec, &proto.Inspected{Seccomp: filters, Rlimits: rlimits})
-		testutil.Must(t, err)
-		if len(all) != max(1, len(filters)) {
-			t.Fatalf("%d expectations for %d filters", len(all), len(filters))
-		}
-		for i, e := range all {
-			if len(filters) == 0 && (e.Spec.Linux.Seccomp != nil || e.Seccomp != nil) {
-				t.Errorf("without a filter: %+v", e)
-			}
-			if len(filters) > 0 && (e.Spec.Linux.Seccomp == nil || !bytes.Equal(e.Seccomp, filters[i])) {
-				t.Errorf("filter %d: %q", i, e.Seccomp)
-			}
-			if len(e.Cgroups) == 0 || e.UnprivilegedPort == 0 {
-				t.Errorf("cgroups %q, ports from %d", e.Cgroups, e.UnprivilegedPort)
-			}
-			if !slices.Equal(e.Rlimits, rlimits) || e.Memory != limit || !slices.Equal(e.ExternalFiles, []string{NullStream}) ||
-				!slices.Equal(e.AbsentPaths, []string{"/proc/no-such-file", "/sys/no-such-file"}) {
-				t.Errorf("%+v", e)
-			}
-		}
-	}
-	if spec.Linux.Seccomp == nil {
-		t.Error("the spec was changed")
-	}
-}
-
-// A checkpoint of another node needs the program that compares it.
-func TestVerifyWithoutProgram(t *testing.T) {
-	err := Restores{}.verifyShm(t.Context(), t.TempDir())
-	if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "berth-verify") {
-		t.Error(err)
-	}
-}
-
 // namesIn returns the names of a tar's files.
 func namesIn(t *testing.T, from io.Reader) (names []string) {
 	t.Helper()
@@ -245,14 +195,9 @@ func polyglot(t *testing.T, hidden []byte) []byte {
 	return append(data, zipped.Bytes()[header+1:]...)
 }
 
-// A tar is unpacked as what berth-verify has read: a plain tar, though it is also a gzip file.
+// A tar is unpacked as a plain tar, though it is also a gzip file.
 func TestUnpackPlain(t *testing.T) {
 	data := polyglot(t, tarWith(t, &tar.Header{Typeflag: tar.TypeReg, Name: "hidden", Mode: 0o4755}))
-	differences, err := verify.Shm(bytes.NewReader(data))
-	testutil.Must(t, err)
-	if len(differences) > 0 {
-		t.Fatalf("the tar is not harmless: %q", differences)
-	}
 	for _, deleted := range [][]string{nil, {"/x"}} {
 		dir, tree := t.TempDir(), t.TempDir()
 		path := filepath.Join(dir, archive.RootfsDiffFile)
@@ -354,8 +299,8 @@ func TestImageOf(t *testing.T) {
 	}
 }
 
-// The rights of a saved sandbox, and its mounts, must be those of the request.
-func TestSandboxDifferences(t *testing.T) {
+// The rights of a saved container, and the mounts of a saved sandbox, must be those of the request.
+func TestRightsAndSandboxDifferences(t *testing.T) {
 	t.Parallel()
 	spec := func(change func(*specs.Spec)) *specs.Spec {
 		s := &specs.Spec{
@@ -384,12 +329,13 @@ func TestSandboxDifferences(t *testing.T) {
 		{"missing mount", func(s *specs.Spec) { s.Mounts = s.Mounts[:1] }, "mount at /proc"},
 		{"additional mount", func(s *specs.Spec) { s.Mounts = append(s.Mounts, specs.Mount{Destination: "/b"}) }, "mount at /b"},
 	} {
-		got := sandboxDifferences(spec(func(*specs.Spec) {}), spec(test.change))
+		saved, request := spec(func(*specs.Spec) {}), spec(test.change)
+		got := append(rightsDifferences(saved, request), sandboxMountDifferences(saved.Mounts, request.Mounts)...)
 		if test.want == "" && len(got) > 0 || test.want != "" && (len(got) != 1 || !strings.Contains(got[0], test.want)) {
 			t.Errorf("%s: %q", test.name, got)
 		}
 	}
-	if got := sandboxDifferences(&specs.Spec{}, spec(func(*specs.Spec) {})); len(got) != 1 {
+	if got := rightsDifferences(&specs.Spec{}, spec(func(*specs.Spec) {})); len(got) != 1 {
 		t.Errorf("an empty spec: %q", got)
 	}
 }

@@ -587,7 +587,6 @@ func sandboxConfig(cfg *config.Config, n *node.Node, waits *task.Waits, log *slo
 
 		CRIU:          cfg.CheckpointCRIU,
 		TrustRestores: cfg.CheckpointRestore == "trusted",
-		Verifier:      n.Verify,
 
 		Waits:     waits,
 		Log:       log,
