@@ -144,8 +144,6 @@ func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err
 	case r.Exec != nil:
 		l.container = r.Exec.ID
 		return true, l.serveExec(r.Exec, files)
-	case r.Inspect != nil:
-		return false, l.serveInspect(r.Inspect)
 	case r.Dump != nil:
 		l.container = r.Dump.ID
 		return false, l.serveDump(r.Dump, files)

@@ -74,9 +74,8 @@ type Request struct {
 	Exec   *Exec   `json:"exec,omitempty"`
 	Kill   string  `json:"kill,omitempty"` // ExecID of the exec to kill; ignored when it has ended
 
-	Inspect *Inspect `json:"inspect,omitempty"`
-	Dump    *Dump    `json:"dump,omitempty"`
-	DumpNow bool     `json:"dumpNow,omitempty"` // the container is frozen
+	Dump    *Dump `json:"dump,omitempty"`
+	DumpNow bool  `json:"dumpNow,omitempty"` // the container is frozen
 }
 
 // Launch asks a launcher to create and start one container or pause.
@@ -118,17 +117,6 @@ type Restore struct {
 	Limit  time.Duration `json:"limit"`          // of the restore; it is cancelled then
 	// directories like Images, of containers that may be restored into the same PID namespace later
 	Pending []string `json:"pending,omitempty"`
-}
-
-// Inspect asks a launcher what a container would get from it. The launcher exits afterwards.
-type Inspect struct {
-	Seccomp *specs.LinuxSeccomp `json:"seccomp,omitempty"` // of the container's spec
-}
-
-// Inspected is the answer to Inspect.
-type Inspected struct {
-	Seccomp [][]byte            `json:"seccomp,omitempty"` // the possible filters, of struct sock_filter; nil without a profile
-	Rlimits []specs.POSIXRlimit `json:"rlimits"`           // where the spec has none
 }
 
 // Volume is an image that the launcher mounts as a volume of the container (KEP-4639). Like the
@@ -175,13 +163,12 @@ var ExecHierarchies = []string{"", "freezer", "pids"}
 // Reply is a message from a launcher. Exactly one of Started, Exec, Exited and Error is set. Error
 // ends the request.
 type Reply struct {
-	Started   *Started     `json:"started,omitempty"` // comes with the pidfd of the container's init
-	Exec      *ExecStarted `json:"exec,omitempty"`    // with the process's pidfd and, for a terminal, the pty's master
-	Exited    *Exited      `json:"exited,omitempty"`
-	Inspected *Inspected   `json:"inspected,omitempty"`
-	Dump      *Dumped      `json:"dump,omitempty"`
-	Error     *Error       `json:"error,omitempty"`
-	Warnings  []string     `json:"warnings,omitempty"` // from libcontainer, for the daemon's log
+	Started  *Started     `json:"started,omitempty"` // comes with the pidfd of the container's init
+	Exec     *ExecStarted `json:"exec,omitempty"`    // with the process's pidfd and, for a terminal, the pty's master
+	Exited   *Exited      `json:"exited,omitempty"`
+	Dump     *Dumped      `json:"dump,omitempty"`
+	Error    *Error       `json:"error,omitempty"`
+	Warnings []string     `json:"warnings,omitempty"` // from libcontainer, for the daemon's log
 }
 
 // Started reports a running container or pause. The caller of Launchers.Launch owns the files.
