@@ -13,16 +13,12 @@ import (
 	"testing"
 	"time"
 
-	"github.com/checkpoint-restore/go-criu/v8/crit"
-	"github.com/checkpoint-restore/go-criu/v8/crit/images/seccomp"
 	"github.com/opencontainers/runc/libcontainer"
-	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
 	"berth/internal/pidfd"
-	"berth/internal/testutil"
 	"berth/shim/proto"
 )
 
@@ -196,93 +192,6 @@ func TestRestore(t *testing.T) {
 			}
 		})
 	}
-}
-
-// A restore is refused, and leaves nothing, if it would give the container rights that its spec
-// does not.
-func TestRestoreRefusesRights(t *testing.T) {
-	program := criuProgram(t)
-	e := newEnv(t)
-	c := e.run("before", counting)
-	e.until("it counts", func() bool { return len(c.lines()) > 3 })
-	images := c.checkpoint(program)
-	for _, test := range []struct {
-		name, want string
-		change     func(*specs.Spec)
-	}{
-		{"privileges", "no_new_privs", func(s *specs.Spec) { s.Process.NoNewPrivileges = true }},
-		{"user", "user IDs [0 0 0 0]", func(s *specs.Spec) { s.Process.User.UID = 7 }},
-		{"capabilities", "CapPrm", func(s *specs.Spec) { s.Process.Capabilities = &specs.LinuxCapabilities{} }},
-		{"seccomp", "seccomp mode 0", func(s *specs.Spec) {
-			s.Linux.Seccomp = &specs.LinuxSeccomp{DefaultAction: specs.ActAllow, Architectures: []specs.Arch{specs.ArchX86_64},
-				Syscalls: []specs.LinuxSyscall{{Names: []string{"swapon"}, Action: specs.ActErrno}}}
-		}},
-	} {
-		t.Run(test.name, func(t *testing.T) {
-			req := on(t, e).request("refused-"+test.name, "never executed")
-			restoring(program, images)(req)
-			test.change(req.Spec)
-			_, err := e.Launch(e.ctx, req)
-			if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), test.want) {
-				t.Errorf("Launch: %v, want %q", err, test.want)
-			}
-			if log, err := os.ReadFile(req.LogPath); len(log) > 0 {
-				t.Errorf("the container wrote %q, %v", log, err)
-			}
-		})
-	}
-}
-
-// refusing returns a spec's change: a seccomp profile that refuses a system call.
-func refusing(call string) func(*proto.Launch) {
-	return func(req *proto.Launch) {
-		req.Spec.Linux.Seccomp = &specs.LinuxSeccomp{DefaultAction: specs.ActAllow, Architectures: []specs.Arch{specs.ArchX86_64},
-			Syscalls: []specs.LinuxSyscall{{Names: []string{call}, Action: specs.ActErrno}}}
-	}
-}
-
-// allowAll replaces all seccomp filters in the images by one that allows everything.
-func allowAll(t *testing.T, images string) {
-	t.Helper()
-	path := filepath.Join(images, "seccomp.img")
-	in, err := os.Open(path)
-	testutil.Must(t, err)
-	image, err := crit.New(in, nil, "", false, false).Decode(new(seccomp.SeccompEntry))
-	testutil.Must(t, err)
-	testutil.Must(t, in.Close())
-	const returnAllow = "\x06\x00\x00\x00\x00\x00\xff\x7f"
-	for _, f := range image.Entries[0].Message.(*seccomp.SeccompEntry).GetSeccompFilters() {
-		f.Filter = []byte(returnAllow)
-	}
-	out, err := os.Create(path)
-	testutil.Must(t, err)
-	testutil.Must(t, crit.New(nil, out, "", false, false).Encode(image))
-	testutil.Must(t, out.Close())
-}
-
-// A checkpoint is restored only with the seccomp filter of the spec. The kernel would show the same
-// mode and number of filters with another one.
-func TestRestoreComparesSeccompFilters(t *testing.T) {
-	program := criuProgram(t)
-	e := newEnv(t)
-	c := e.run("before", counting, refusing("swapon"))
-	e.until("it counts", func() bool { return len(c.lines()) > 3 })
-	images := c.checkpoint(program)
-	r := e.run("same", "never executed", refusing("swapon"), restoring(program, images))
-	e.until("it continues", func() bool { return len(r.lines()) > 3 })
-	refused := func(t *testing.T, name, call string) {
-		t.Helper()
-		req := on(t, e).request(name, "never executed")
-		restoring(program, images)(req)
-		refusing(call)(req)
-		_, err := e.Launch(e.ctx, req)
-		if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "has another seccomp filter") {
-			t.Errorf("Launch: %v", err)
-		}
-	}
-	t.Run("another profile", func(t *testing.T) { refused(t, "another", "swapoff") })
-	allowAll(t, images)
-	t.Run("changed checkpoint", func(t *testing.T) { refused(t, "changed", "swapon") })
 }
 
 // Zombies and child processes are restored.

@@ -23,10 +23,8 @@ import (
 // namespace, except the container's root filesystem, its cgroups, CRIU's temporary files and /proc.
 //
 // /proc stays writable: CRIU writes /proc/sys/kernel/ns_last_pid, oom_score_adj and loginuid
-// through it, and the restoring tasks do so through their descriptor of it. A path leads the
-// container's files there only over a symbolic link or a name of /proc/self. criuimages.CheckFiles
-// and the mount option nosymfollow exclude both before CRIU opens a file, and fileGate refuses the
-// node's /proc afterwards.
+// through it, and the restoring tasks do so through their descriptor of it. A symbolic link in a
+// volume cannot lead there, because of the mount option nosymfollow (see links.go).
 //
 // libcontainer makes files of its own on the same thread, before and after it starts CRIU. So the
 // namespace becomes read-only immediately before that start, and the thread leaves it immediately

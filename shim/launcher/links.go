@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 
@@ -12,22 +13,20 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
-	"berth/shim/launcher/criuimages"
+	"berth/shim/launcher/saved"
 	"berth/shim/proto"
 )
 
 // While CRIU opens the files of a checkpoint, binds its sockets and removes old ones, it must not
-// follow symbolic links of the container. CRIU does that as root, and a restoring process holds a
-// descriptor of the node's /proc, so /proc/self/fd/N/1/root is the node's root. Volumes and
-// /dev/shm are shared with processes that can make a link at any time. So CRIU mounts the
-// container's filesystems with the option nosymfollow, which permitLinks removes when CRIU has
-// restored all files. The kernel shows names without links, so the restore of a checkpoint needs
-// none.
+// follow symbolic links in volumes and /dev/shm: others share them and can make a link at any time.
+// CRIU opens files as root, and a restoring process holds a descriptor of the node's /proc, so
+// /proc/self/fd/N/1/root is the node's root. So CRIU mounts these filesystems with the option
+// nosymfollow, which permitLinks removes when CRIU has restored all files. The kernel shows names
+// without links, so the restore of a checkpoint needs none.
 //
-// The container's proc filesystems are the exception: CRIU itself uses /proc/self/fd.
-// criuimages.CheckFiles compares names below them. The root filesystem is an exception if the name
-// of a socket has a link there, such as /var/run: the kernel keeps that name as the process passed
-// it. No other process can change that filesystem, and CheckFiles has followed the links.
+// The container's proc filesystems are an exception, because CRIU itself uses /proc/self/fd, and so
+// is the root filesystem: names of sockets may have links there, such as /var/run, and only the
+// saved processes could change it.
 
 // noLinks is the option in /proc/PID/mountinfo.
 const noLinks = "nosymfollow"
@@ -40,7 +39,7 @@ func (b *restoreBackend) forbidLinks() error {
 		return fmt.Errorf("open checkpoint: %w", err)
 	}
 	defer images.Close() // it was only read
-	changed, err := criuimages.WithoutLinks(images, b.rootLinks)
+	changed, err := saved.WithoutLinks(images)
 	if err != nil {
 		return err
 	}
@@ -59,12 +58,34 @@ func (b *restoreBackend) forbidLinks() error {
 	return nil
 }
 
-// permitLinks makes the mounts of the process pid follow links. It refuses mounts that have
-// followed links while CRIU has opened files.
-func (b *restoreBackend) permitLinks(pid int) error {
+// permitLinks makes the mounts of the processes follow links. It refuses mounts that have followed
+// links while CRIU has opened files.
+func permitLinks(pids []int) error {
+	done := map[string]bool{}
+	for _, pid := range pids {
+		namespace, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/mnt", pid))
+		if err != nil && isZombie(pid) {
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("mount namespace of restored process %d: %w", pid, err)
+		}
+		if done[namespace] {
+			continue
+		}
+		done[namespace] = true
+		if err := permitLinksIn(pid); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// permitLinksIn does so in the mount namespace of one process.
+func permitLinksIn(pid int) error {
 	return inMounts(pid, func(mounts []*mountinfo.Info) error {
 		for _, m := range mounts {
-			if at := followsLinks(m, b.rootLinks); at != "" {
+			if at := followsLinks(m); at != "" {
 				return proto.Errorf(proto.FailedPrecondition, "CRIU has mounted %s without the option %s", at, noLinks)
 			}
 		}
@@ -85,9 +106,49 @@ func followLinks() error {
 }
 
 // followsLinks returns the mount point of a mount that must not follow links and does, or "".
-func followsLinks(m *mountinfo.Info, rootLinks bool) string {
-	if m.FSType == "proc" || rootLinks && m.Mountpoint == "/" || slices.Contains(strings.Split(m.Options, ","), noLinks) {
+func followsLinks(m *mountinfo.Info) string {
+	if m.FSType == "proc" || m.Mountpoint == "/" || slices.Contains(strings.Split(m.Options, ","), noLinks) {
 		return ""
 	}
 	return m.Mountpoint
+}
+
+// inMounts calls do in the mount namespace of a process, with its mounts, on a thread that ends
+// afterwards. The table in the process's own /proc directory has only the mounts below the root of
+// that process.
+func inMounts(pid int, do func([]*mountinfo.Info) error) error {
+	namespace, err := os.Open(fmt.Sprintf("/proc/%d/ns/mnt", pid))
+	if err != nil {
+		return err
+	}
+	defer namespace.Close() // a namespace
+	done := make(chan error)
+	go func() {
+		runtime.LockOSThread() // the thread ends: others must not use it
+		done <- func() error {
+			self, err := os.Open("/proc/thread-self") // the namespace has another /proc
+			if err != nil {
+				return err
+			}
+			defer self.Close() // it was only read
+			if err := unix.Unshare(unix.CLONE_FS); err != nil {
+				return os.NewSyscallError("unshare", err)
+			}
+			if err := unix.Setns(int(namespace.Fd()), unix.CLONE_NEWNS); err != nil {
+				return os.NewSyscallError("setns", err)
+			}
+			fd, err := unix.Openat(int(self.Fd()), "mountinfo", unix.O_RDONLY|unix.O_CLOEXEC, 0)
+			if err != nil {
+				return os.NewSyscallError("openat", err)
+			}
+			table := os.NewFile(uintptr(fd), "mountinfo")
+			defer table.Close() // it was only read
+			mounts, err := mountinfo.GetMountsFromReader(table, nil)
+			if err != nil {
+				return err
+			}
+			return do(mounts)
+		}()
+	}()
+	return <-done
 }

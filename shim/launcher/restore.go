@@ -20,10 +20,8 @@ import (
 	"github.com/sirupsen/logrus"
 	"golang.org/x/sys/unix"
 
-	"berth/internal/cgroup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
-	"berth/shim/launcher/criuimages"
 	"berth/shim/proto"
 )
 
@@ -34,22 +32,15 @@ import (
 // the daemon, ends an unfinished restore.
 type restoreBackend struct {
 	libcontainerBackend
-	gate  resumeGate
-	ns    *restoreNamespace
-	lost  chan struct{} // closed when CRIU has ended before the processes could run
-	fault error         // why the processes may not run
-
-	filters   criuimages.Filters // of the checkpoint's threads, if the spec has a filter
-	rootLinks bool               // names of the checkpoint have symbolic links on the root filesystem
-
+	gate    resumeGate
+	ns      *restoreNamespace
+	lost    chan struct{}  // closed when CRIU has ended before the processes could run
+	fault   error          // why the processes may not run
 	waiting sync.WaitGroup // for CRIU's end
 }
 
 func (b *restoreBackend) prepare() error {
 	if err := b.libcontainerBackend.prepare(); err != nil {
-		return err
-	}
-	if err := b.checkImages(); err != nil {
 		return err
 	}
 	options := filepath.Join(b.Dir, criuOptions)
@@ -124,7 +115,7 @@ func (b *restoreBackend) restore() error {
 	if err := b.reservePIDs(); err != nil {
 		return err
 	}
-	b.gate.open(b.checkRestored)
+	b.gate.open(b.resuming)
 	b.ns.open(b.watchCRIU, b.refuse)
 	b.lost = make(chan struct{})
 	stop := b.watch()
@@ -149,7 +140,7 @@ func (b *restoreBackend) restore() error {
 	case err != nil:
 		return proto.Errorf(proto.FailedPrecondition, "restore from the checkpoint: %v%s", err, criuCause(b.workDir()))
 	case !b.gate.passed():
-		return errors.New("CRIU resumed the processes before they were compared with the spec")
+		return errors.New("CRIU resumed the processes before they were recorded")
 	}
 	failpoint.Reach("launcher.restored")
 	// They are in memory (/run) and of no use now. If that fails, they end with the container.
@@ -299,9 +290,9 @@ func (b *restoreBackend) killAll(ctx context.Context) {
 	failpoint.Reach("launcher.restore-killed")
 }
 
-// checkRestored compares the restored processes with the spec and records init. CRIU holds all
-// processes meanwhile; none has executed an instruction. After an error it kills them.
-func (b *restoreBackend) checkRestored() {
+// resuming completes the restored processes and records init. CRIU holds all processes meanwhile;
+// none has executed an instruction. After an error it kills them.
+func (b *restoreBackend) resuming() {
 	if err := b.admit(); err != nil {
 		b.refuse(err)
 	}
@@ -329,7 +320,7 @@ func (b *restoreBackend) admit() error {
 		return fmt.Errorf("find the restored init: %w", err)
 	}
 	b.endStep("CRIU restore, stopped")
-	if err := b.compareProcesses(pid); err != nil {
+	if err := b.completeProcesses(pid); err != nil {
 		return err
 	}
 	if err := b.identifyInit(pid); err != nil {
@@ -338,14 +329,13 @@ func (b *restoreBackend) admit() error {
 	if err := b.recordInit(); err != nil {
 		return err
 	}
-	b.endStep("compare with the spec")
+	b.endStep("complete the processes")
 	return b.decide() // a repetition would find the files that these processes have changed
 }
 
-// compareProcesses refuses restored processes with rights that the spec does not give, or with
-// files outside their container. It also raises their oom_score_adj, arms their timers, and lets
-// their mounts follow links. CRIU traces all of them.
-func (b *restoreBackend) compareProcesses(init int) error {
+// completeProcesses does what CRIU leaves out: it raises the processes' oom_score_adj, arms their
+// timers, and lets their mounts follow links.
+func (b *restoreBackend) completeProcesses(init int) error {
 	pids, err := b.group.Procs()
 	if err != nil {
 		return err
@@ -354,30 +344,8 @@ func (b *restoreBackend) compareProcesses(init int) error {
 	if err != nil {
 		return err
 	}
-	below, err := descendants(init)
-	if err != nil {
-		return err
-	}
-	if err := b.checkCgroups(append(below, pids...)); err != nil {
-		return err
-	}
-	limits := limitsOf(b.Spec)
-	limits.seccomp = b.config.Seccomp != nil // libcontainer ignores a profile that allows everything
-	limits.filters = b.filters
-	files, err := newFileGate(pids, criu, b.io.theirs.all())
-	if err != nil {
-		return err
-	}
+	pids = slices.DeleteFunc(pids, func(pid int) bool { return pid == criu })
 	for _, pid := range pids {
-		if pid == criu {
-			continue
-		}
-		if err := limits.compare(pid, criu); err != nil {
-			return err
-		}
-		if err := files.check(pid); err != nil {
-			return err
-		}
 		if err := raiseOOMScore(pid, leastOOMScore(b.Spec.Process)); err != nil {
 			return err
 		}
@@ -385,32 +353,7 @@ func (b *restoreBackend) compareProcesses(init int) error {
 			return err
 		}
 	}
-	for _, pid := range files.inside {
-		if err := b.permitLinks(pid); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// checkCgroups refuses processes that are outside the container's cgroup in any hierarchy. CRIU
-// moves processes to cgroups that its images name.
-func (b *restoreBackend) checkCgroups(pids []int) error {
-	for _, dir := range b.group.Paths() {
-		if dir == "" {
-			continue
-		}
-		in, err := cgroup.ProcsIn(dir)
-		if err != nil {
-			return err
-		}
-		for _, pid := range pids {
-			if !slices.Contains(in, pid) && !isZombie(pid) {
-				return proto.Errorf(proto.FailedPrecondition, "restored process %d is outside the cgroup %s", pid, dir)
-			}
-		}
-	}
-	return nil
+	return permitLinks(pids)
 }
 
 func (b *restoreBackend) follow() (int, *os.File, error) {
@@ -461,20 +404,35 @@ func (g *resumeGate) Fire(e *logrus.Entry) error {
 	return nil
 }
 
-// isZombie returns whether a process has ended and was not reaped. It is in no cgroup.
+// isZombie returns whether a process has ended and was not reaped.
 func isZombie(pid int) bool {
-	s, err := readStatus("/proc/" + strconv.Itoa(pid) + "/status")
-	return err == nil && s.state == "Z"
+	state, err := statusField(pid, "State")
+	return err == nil && strings.HasPrefix(state, "Z")
 }
 
 // tracerOf returns the process that traces pid.
 func tracerOf(pid int) (int, error) {
-	s, err := readStatus("/proc/" + strconv.Itoa(pid) + "/status")
+	value, err := statusField(pid, "TracerPid")
 	if err != nil {
 		return 0, err
 	}
-	if s.tracer == 0 {
-		return 0, fmt.Errorf("restored process %d is not held by CRIU", pid)
+	tracer, err := strconv.Atoi(value)
+	if err == nil && tracer == 0 {
+		err = fmt.Errorf("restored process %d is not held by CRIU", pid)
 	}
-	return s.tracer, nil
+	return tracer, err
+}
+
+// statusField returns a field of /proc/PID/status.
+func statusField(pid int, name string) (string, error) {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		return "", err
+	}
+	for line := range strings.Lines(string(data)) {
+		if value, ok := strings.CutPrefix(line, name+":"); ok {
+			return strings.TrimSpace(value), nil
+		}
+	}
+	return "", fmt.Errorf("the status of process %d has no %s", pid, name)
 }

@@ -94,17 +94,6 @@ func (t *Table) Allows(profile *configs.Seccomp, call uint32) bool {
 	return err != nil || f == nil || f.allows(call)
 }
 
-// Filters returns the filters that libcontainer may load for a profile: struct sock_filter in the
-// machine's byte order. libcontainer chooses the order of architectures at random. The result is
-// empty for a profile that does not compile, and where libseccomp is missing.
-func (t *Table) Filters(profile *configs.Seccomp) ([][]byte, error) {
-	f, err := t.filterOf(profile)
-	if err != nil || f == nil {
-		return nil, err
-	}
-	return patched(profile, f.program[f.patch:])
-}
-
 // filterOf returns a profile's filter. It compiles a profile that the table lacks. It returns nil
 // for a profile that does not compile.
 func (t *Table) filterOf(profile *configs.Seccomp) (*filter, error) {

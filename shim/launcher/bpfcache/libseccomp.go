@@ -11,7 +11,6 @@ package bpfcache
 import "C"
 
 import (
-	"bytes"
 	"encoding/binary"
 	"fmt"
 	"slices"
@@ -23,7 +22,7 @@ import (
 
 // generatePatch returns the instructions that libcontainer puts before libseccomp's program. They
 // make unknown system calls fail with ENOSYS. libcontainer has no function for the whole filter
-// (TestFiltersContainTheInstalledOne).
+// (TestCommandHasTheFilter).
 //
 //go:linkname generatePatch github.com/opencontainers/runc/libcontainer/seccomp/patchbpf.generatePatch
 func generatePatch(profile *configs.Seccomp) ([]bpf.Instruction, error)
@@ -44,25 +43,6 @@ func patchOf(profile *configs.Seccomp) (encoded []byte, err error) {
 		encoded = binary.NativeEndian.AppendUint32(encoded, i.K)
 	}
 	return encoded, nil
-}
-
-// patchTries is the number of patches that patched generates. Some orders of architectures are
-// rare, one in 64. One of these is missing in one call of 500.
-const patchTries = 400
-
-// patched returns a program with each of libcontainer's patches.
-func patched(profile *configs.Seccomp, program []byte) (filters [][]byte, err error) {
-	for range patchTries {
-		patch, err := patchOf(profile)
-		if err != nil {
-			return nil, err
-		}
-		filter := slices.Concat(patch, program)
-		if !slices.ContainsFunc(filters, func(f []byte) bool { return bytes.Equal(f, filter) }) {
-			filters = append(filters, filter)
-		}
-	}
-	return filters, nil
 }
 
 // compile makes the filter as libcontainer does, without installing it. It returns nil if

@@ -423,19 +423,3 @@ func BenchmarkCompile(b *testing.B) {
 		}
 	})
 }
-
-// Filters returns the filter that a process of libcontainer has.
-func TestFiltersContainTheInstalledOne(t *testing.T) {
-	for name, profile := range testProfiles(t) {
-		t.Run(name, func(t *testing.T) {
-			got, err := newTable(t).Filters(profile)
-			if err != nil {
-				t.Fatal(err)
-			}
-			want := installed(t, profile)
-			if !slices.ContainsFunc(got, func(filter []byte) bool { return bytes.Equal(filter, want) }) {
-				t.Errorf("%d filters, without that of the process of %d bytes", len(got), len(want))
-			}
-		})
-	}
-}

@@ -1,4 +1,4 @@
-package criuimages
+package saved
 
 import (
 	"fmt"

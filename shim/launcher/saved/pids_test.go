@@ -1,11 +1,11 @@
-package criuimages_test
+package saved_test
 
 import (
 	"testing"
 
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/pstree"
 
-	"berth/shim/launcher/criuimages"
+	"berth/shim/launcher/saved"
 )
 
 // Every ID of a process counts, also those of its threads, group and session.
@@ -14,7 +14,6 @@ func TestHighestPID(t *testing.T) {
 	entry := func(pid, ppid, pgid, sid uint32, threads ...uint32) *pstree.PstreeEntry {
 		return &pstree.PstreeEntry{Pid: &pid, Ppid: &ppid, Pgid: &pgid, Sid: &sid, Threads: threads}
 	}
-	const tree = 0x50273030
 	for _, test := range []struct {
 		name  string
 		first *pstree.PstreeEntry
@@ -29,17 +28,17 @@ func TestHighestPID(t *testing.T) {
 			t.Parallel()
 			dir := t.TempDir()
 			image(t, dir, "pstree.img", tree, test.first, entry(7, 3, 7, 7, 7))
-			if got, err := criuimages.HighestPID(dir); err != nil || got != test.want {
+			if got, err := saved.HighestPID(dir); err != nil || got != test.want {
 				t.Errorf("%d, %v, want %d", got, err, test.want)
 			}
 		})
 	}
 	dir := t.TempDir()
-	if _, err := criuimages.HighestPID(dir); err == nil {
+	if _, err := saved.HighestPID(dir); err == nil {
 		t.Error("no error without an image")
 	}
-	image(t, dir, "pstree.img", files)
-	if _, err := criuimages.HighestPID(dir); err == nil {
+	image(t, dir, "pstree.img", mounts)
+	if _, err := saved.HighestPID(dir); err == nil {
 		t.Error("no error for another image")
 	}
 }

@@ -1,4 +1,4 @@
-package criuimages
+package saved
 
 import (
 	"bufio"
@@ -6,41 +6,27 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"os"
-	"strings"
 
 	"google.golang.org/protobuf/encoding/protowire"
 
 	"berth/internal/safefs"
 )
 
-// Magics of CRIU's images (criu/include/magic.h).
+// Magics of CRIU's images (criu/include/magic.h), and limits.
 const (
-	commonMagic  = 0x54564319
-	remapsMagic  = 0x59133954
-	filesMagic   = 0x56303138
-	mountsMagic  = 0x55563928
-	coreMagic    = 0x55053847
-	treeMagic    = 0x50273030
-	filtersMagic = 0x64413049
-	maxEntry     = 8 << 20 // bytes of an entry
-	maxEntries   = 1 << 20 // of an image
-	ofProcess    = 2       // REMAP_TYPE__PROCFS: a file of a dead process; CRIU creates nothing
-	remapsImage  = "remap-fpath.img"
-	filesImage   = "files.img"
-	treeImage    = "pstree.img"
-	mountsPrefix = "mountpoints-"
-	corePrefix   = "core-"
-	filtersImage = "seccomp.img"
-	imageSuffix  = ".img"
+	commonMagic = 0x54564319
+	mountsMagic = 0x55563928
+	treeMagic   = 0x50273030
+	maxEntry    = 8 << 20 // bytes of an entry
+	maxEntries  = 1 << 20 // of an image
 )
 
-// file is a file of the images that has a path.
-type file struct {
-	path  string
-	mount uint64
-}
+// Names of images.
+const (
+	treeImage    = "pstree.img"
+	mountsPrefix = "mountpoints-"
+)
 
 // fields are the fields of a message by number. The last value of a scalar field counts. Several
 // nested messages of a field count as one, whose encoding is that of all: so says the specification
@@ -77,59 +63,6 @@ func decode(data []byte) (fields, error) {
 		data = data[n:]
 	}
 	return f, nil
-}
-
-// readRemaps returns the IDs of the files that CRIU creates, links or removes.
-func readRemaps(dir *safefs.Dir) (map[uint64]bool, error) {
-	const original, target, kind = 1, 2, 3
-	ids := map[uint64]bool{}
-	err := eachEntry(dir, remapsImage, remapsMagic, func(f fields) error {
-		of, hasKind := f.numbers[kind]
-		if of == ofProcess {
-			return nil
-		}
-		ids[uint64(uint32(f.numbers[original]))] = true
-		if hasKind && of == 0 { // REMAP_TYPE__LINKED: the target is a file, too
-			ids[uint64(uint32(f.numbers[target]))] = true
-		}
-		return nil
-	})
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	return ids, err
-}
-
-// mount is a mount of the images.
-type mount struct {
-	id   uint64
-	at   string // mount point
-	proc bool   // it is a proc filesystem
-}
-
-func readMounts(dir *safefs.Dir) (mounts []mount, err error) {
-	err = dir.EachName(func(name string) error {
-		if !strings.HasPrefix(name, mountsPrefix) {
-			return nil
-		}
-		return eachEntry(dir, name, mountsMagic, func(f fields) error {
-			proc := f.numbers[mountKind] == procKind
-			mounts = append(mounts, mount{uint64(uint32(f.numbers[mountID])), string(f.texts[mountPoint]), proc})
-			return nil
-		})
-	})
-	return mounts, err
-}
-
-// eachEntry calls do with the fields of each entry of an image.
-func eachEntry(dir *safefs.Dir, name string, magic uint32, do func(fields) error) error {
-	return eachMessage(dir, name, magic, func(data []byte) error {
-		f, err := decode(data)
-		if err != nil {
-			return err
-		}
-		return do(f)
-	})
 }
 
 // eachMessage calls do with each entry of an image, which is not decoded.

@@ -1,4 +1,4 @@
-package criuimages
+package saved
 
 import (
 	"encoding/binary"
@@ -15,7 +15,6 @@ import (
 // Fields of a mount, and the number of the proc filesystem (criu/images/mnt.proto).
 const (
 	mountKind  = 1
-	mountID    = 2
 	mountFlags = 5
 	mountPoint = 7
 	external   = 13 // the launcher supplies it (ext_mount)
@@ -25,12 +24,12 @@ const (
 
 // WithoutLinks returns the images of mounts in the directory images by name, with the option
 // nosymfollow for each mount. CRIU then mounts them with it, and follows no symbolic link in them.
-// proc filesystems keep their options, and with rootLinks the root filesystem, too.
+// proc filesystems and the root filesystem keep their options.
 //
 // CRIU mounts what the launcher supplies, and then sets the options, but not if they equal those of
 // another mount of the same files. So such mounts also get options that the kernel ignores, in
 // different combinations.
-func WithoutLinks(images *os.File, rootLinks bool) (map[string][]byte, error) {
+func WithoutLinks(images *os.File) (map[string][]byte, error) {
 	dir, err := safefs.OpenDir(images, "")
 	if err != nil {
 		return nil, fmt.Errorf("open images of a checkpoint: %w", err)
@@ -48,7 +47,7 @@ func WithoutLinks(images *os.File, rootLinks bool) (map[string][]byte, error) {
 			if err != nil {
 				return err
 			}
-			if f.numbers[mountKind] != procKind && !(rootLinks && string(f.texts[mountPoint]) == "/") {
+			if f.numbers[mountKind] != procKind && string(f.texts[mountPoint]) != "/" {
 				options := f.numbers[mountFlags] | unix.MS_NOSYMFOLLOW
 				if f.numbers[external] != 0 || f.texts[externalBy] != nil {
 					options |= combination(supplied)
