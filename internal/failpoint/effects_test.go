@@ -39,21 +39,20 @@ var packages = []string{"checkpoint", "cni", "cmd/berth", "image", "internal", "
 
 // leftOut are packages without checks, with the reason.
 var leftOut = map[string]string{
-	"cmd/berth/check/nodecheck":    "berth check",
-	"cmd/berth/copytree":           "berth cp",
-	"cmd/berth/debug":              "berth debug",
-	"cmd/berth/podrun":             "berth run",
-	"image/peers/peerstest":        "tests",
-	"image/registry/registrytest":  "tests",
-	"internal/jail":                "berth-unpack and berth-verify, which only answer, and their start",
-	"image/unpack/worker":          "berth-unpack",
-	"cmd/berth/client/fakecri":     "tests",
-	"checkpoint/verify/verifytest": "tests",
-	"internal/failpoint":           "these failpoints",
-	"internal/safefs":              "the functions are effects of their callers",
-	"internal/testutil":            "tests",
-	"shim/launcher":                "the launcher: see TestEffectsOfShimsAreMarked",
-	"shim/monitor":                 "the monitor, in C: see TestEffectsOfShimsAreMarked",
+	"cmd/berth/check/nodecheck":   "berth check",
+	"cmd/berth/copytree":          "berth cp",
+	"cmd/berth/debug":             "berth debug",
+	"cmd/berth/podrun":            "berth run",
+	"image/peers/peerstest":       "tests",
+	"image/registry/registrytest": "tests",
+	"internal/jail":               "berth-unpack and berth-verify, which only answer, and their start",
+	"image/unpack/worker":         "berth-unpack",
+	"cmd/berth/client/fakecri":    "tests",
+	"internal/failpoint":          "these failpoints",
+	"internal/safefs":             "the functions are effects of their callers",
+	"internal/testutil":           "tests",
+	"shim/launcher":               "the launcher: see TestEffectsOfShimsAreMarked",
+	"shim/monitor":                "the monitor, in C: see TestEffectsOfShimsAreMarked",
 }
 
 const (
