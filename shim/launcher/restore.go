@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -22,6 +23,7 @@ import (
 
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
+	"berth/shim/launcher/saved"
 	"berth/shim/proto"
 )
 
@@ -43,6 +45,9 @@ func (b *restoreBackend) prepare() error {
 	if err := b.libcontainerBackend.prepare(); err != nil {
 		return err
 	}
+	if err := b.checkStructure(); err != nil {
+		return err
+	}
 	options := filepath.Join(b.Dir, criuOptions)
 	b.undo.Add("remove "+options, func() error { return ignore(unix.Unlink(options), unix.ENOENT) })
 	failpoint.Reach("launcher.write-criu-options")
@@ -53,6 +58,27 @@ func (b *restoreBackend) prepare() error {
 	b.config.Labels = slices.DeleteFunc(b.config.Labels, func(l string) bool { return strings.HasPrefix(l, criuLabel) })
 	b.config.Labels = append(b.config.Labels, criuLabel+options)
 	return nil
+}
+
+// checkStructure refuses saved processes of an unusual form (saved.Check).
+func (b *restoreBackend) checkStructure() error {
+	vdso, err := saved.VDSO()
+	if err != nil {
+		return err
+	}
+	images, err := os.Open(b.Restore.Images)
+	if err != nil {
+		return fmt.Errorf("open checkpoint: %w", err)
+	}
+	defer images.Close() // it was only read
+	err = saved.Check(images, vdso)
+	if refused := (*saved.Refused)(nil); errors.As(err, &refused) {
+		return proto.Errorf(proto.FailedPrecondition, "restore from the checkpoint: %v", refused)
+	}
+	if errors.Is(err, fs.ErrNotExist) {
+		return proto.Errorf(proto.FailedPrecondition, "the checkpoint is not complete: %v", err)
+	}
+	return err
 }
 
 // criuOptions is a file in the shim directory with CRIU's options for a restore. CRIU reads it as

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"os"
 	"path"
 	"path/filepath"
 	"runtime"
@@ -13,6 +14,7 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint/archive"
@@ -149,6 +151,7 @@ type restoringNode struct {
 	programs map[string]string // versions of the programs of handlers that do not use berth's own runtime
 	images   []string          // IDs
 	features []string          // of the processor; nil: unknown
+	kernel   string            // release; empty: unknown
 }
 
 // restoreNode asks the daemon for what a restore needs.
@@ -159,6 +162,11 @@ func restoreNode(ctx context.Context, c *client.Client, settings restoreSettings
 	if err != nil {
 		n.criu = err.Error()
 	}
+	var uts unix.Utsname
+	if err := unix.Uname(&uts); err != nil {
+		return nil, os.NewSyscallError("uname", err)
+	}
+	n.kernel = unix.ByteSliceToString(uts.Release[:])
 	if n.features, err = host.CPUFeatures(); err != nil {
 		return nil, err
 	}
@@ -258,6 +266,9 @@ func (n *restoringNode) prevents(plan *restorePlan) []string {
 // checkpoint.
 func (n *restoringNode) doubts(from archive.Node) []string {
 	list := []string{}
+	if from.CRIU > 0 && n.kernel != "" && from.Kernel != n.kernel {
+		list = append(list, errdefs.Clip(fmt.Sprintf("this node has Linux %s, and %s wrote it: the kernel must be the same build", n.kernel, from.Kernel)))
+	}
 	if wrote := versionOf(from); n.criu == "" && n.version.Before(wrote) {
 		list = append(list, fmt.Sprintf("CRIU %s is older than %s, which wrote it", n.version, wrote))
 	}

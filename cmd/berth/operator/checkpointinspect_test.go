@@ -124,13 +124,15 @@ func TestCheckpointDoubts(t *testing.T) {
 		{"older checkpoint", func(_ *restoringNode, n *archive.Node) { n.CRIU = 40101 }, ""},
 		{"newer checkpoint", func(_ *restoringNode, n *archive.Node) { n.CRIU = 40300 }, "CRIU 4.2.1 is older than 4.3"},
 		{"no CRIU", func(n *restoringNode, from *archive.Node) { n.version, n.criu = criu.Version{}, "missing" }, ""},
+		{"kernel", func(n *restoringNode, _ *archive.Node) { n.kernel = "6.2" }, "Linux 6.2, and 6.1 wrote it"},
+		{"kernel of a sandbox", func(n *restoringNode, from *archive.Node) { n.kernel, from.CRIU = "6.2", 0 }, ""},
 		{"features", func(_ *restoringNode, n *archive.Node) { n.CPUFeatures = append(n.CPUFeatures, "avx512f") }, "lacks avx512f"},
 		{"unknown features", func(n *restoringNode, _ *archive.Node) { n.features = nil }, ""},
 		{"features of another architecture", func(_ *restoringNode, n *archive.Node) { n.Architecture, n.CPUFeatures = "other", []string{"neon"} }, ""},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			t.Parallel()
-			node, from := here, archive.Node{CRIU: 40201, Architecture: runtime.GOARCH, CPUFeatures: []string{"sse"}}
+			node, from := here, archive.Node{CRIU: 40201, Kernel: "6.1", Architecture: runtime.GOARCH, CPUFeatures: []string{"sse"}}
 			test.change(&node, &from)
 			got := node.doubts(from)
 			if test.want == "" && len(got) > 0 || test.want != "" && (len(got) != 1 || !strings.Contains(got[0], test.want)) {

@@ -22,7 +22,7 @@ import (
 
 // generatePatch returns the instructions that libcontainer puts before libseccomp's program. They
 // make unknown system calls fail with ENOSYS. libcontainer has no function for the whole filter
-// (TestCommandHasTheFilter).
+// (TestFilterIsLibcontainers).
 //
 //go:linkname generatePatch github.com/opencontainers/runc/libcontainer/seccomp/patchbpf.generatePatch
 func generatePatch(profile *configs.Seccomp) ([]bpf.Instruction, error)

@@ -15,11 +15,14 @@ import (
 
 // Magics of CRIU's images (criu/include/magic.h), and limits.
 const (
-	commonMagic = 0x54564319
-	mountsMagic = 0x55563928
-	treeMagic   = 0x50273030
-	maxEntry    = 8 << 20 // bytes of an entry
-	maxEntries  = 1 << 20 // of an image
+	commonMagic  = 0x54564319
+	mountsMagic  = 0x55563928
+	treeMagic    = 0x50273030
+	coreMagic    = 0x55053847
+	memoryMagic  = 0x57492820
+	pagemapMagic = 0x56084025
+	maxEntry     = 8 << 20 // bytes of an entry
+	maxEntries   = 1 << 20 // of an image
 )
 
 // Names of images.
@@ -63,6 +66,17 @@ func decode(data []byte) (fields, error) {
 		data = data[n:]
 	}
 	return f, nil
+}
+
+// eachEntry calls do with the fields of each entry of an image.
+func eachEntry(dir *safefs.Dir, name string, magic uint32, do func(fields) error) error {
+	return eachMessage(dir, name, magic, func(data []byte) error {
+		f, err := decode(data)
+		if err != nil {
+			return err
+		}
+		return do(f)
+	})
 }
 
 // eachMessage calls do with each entry of an image, which is not decoded.
