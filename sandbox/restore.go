@@ -145,10 +145,9 @@ func (m *Manager) restorePod(caller context.Context, r state.RestoreRequest, ide
 	return id, nil
 }
 
-// savedIPs returns the addresses that the pod had, if this node has signed them. Other checkpoints
-// must not choose an address, because rules of the network may trust it.
+// savedIPs returns the addresses that the pod had.
 func savedIPs(a *archive.Archive) []netip.Addr {
-	if a.Signer != archive.ThisNode || a.Manifest.Pod == nil {
+	if a.Manifest.Pod == nil {
 		return nil
 	}
 	return a.Manifest.Pod.IPs

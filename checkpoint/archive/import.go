@@ -19,7 +19,7 @@ import (
 	"berth/internal/safefs"
 )
 
-// Archive is an imported archive.
+// Archive is an archive that was read.
 type Archive struct {
 	Manifest Manifest
 	Signer   Signer
@@ -37,81 +37,45 @@ type source interface {
 // key is the node's key, nil if it has none. After an error the caller removes what is in to
 // (Clear).
 //
-// An archive without a manifest was made by another program. It must have the files of one
-// container. Its Manifest then has the files and the container's name only.
+// It copies nothing unless the archive is signed with the key: FailedPrecondition. An archive
+// without a manifest was made by another program.
 func Import(ctx context.Context, from, to *os.File, key *Key) (*Archive, error) {
 	s, err := open(from)
 	if err != nil {
 		return nil, err
 	}
-	a := new(Archive)
 	data, err := s.manifest()
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
-		err = a.importForeign(ctx, s, to)
-	case err == nil:
-		err = a.importSigned(ctx, s, to, data, key)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, errdefs.FailedPrecondition("checkpoint: it has no %s, so it is not signed with the key of this node", ManifestFile)
 	}
 	if err != nil {
 		return nil, err
 	}
-	return a, nil
-}
-
-// importSigned imports an archive whose manifest is data.
-func (a *Archive) importSigned(ctx context.Context, s source, to *os.File, data []byte, key *Key) error {
 	m, signer, err := decodeManifest(data, key)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	a.Manifest, a.Signer = *m, signer
-	im, err := newImporter(ctx, to, m.Pod != nil)
+	if signer != ThisNode {
+		return nil, errdefs.FailedPrecondition("checkpoint: it is not signed with the key of this node (signer: %s)", signer)
+	}
+	im, err := newImporter(ctx, to, m)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	im.expected = m
 	if err := s.each(im.add); err != nil {
-		return err
+		return nil, err
 	}
 	for _, f := range m.Files {
-		if _, ok := im.have[f.Path]; !ok {
-			return errdefs.InvalidArgument("checkpoint: file %q is missing", f.Path)
+		if !im.have[f.Path] {
+			return nil, errdefs.InvalidArgument("checkpoint: file %q is missing", f.Path)
 		}
 	}
-	return writeFile(to, ManifestFile, data)
-}
-
-// importForeign imports an archive of one container that has no manifest.
-func (a *Archive) importForeign(ctx context.Context, s source, to *os.File) error {
-	im, err := newImporter(ctx, to, false)
-	if err != nil {
-		return err
-	}
-	if err := s.each(im.add); err != nil {
-		return err
-	}
-	var config struct {
-		Name string `json:"name"`
-		ID   string `json:"id"`
-	}
-	if err := ReadJSON(to, ConfigFile, &config); err != nil {
-		return errdefs.InvalidArgument("checkpoint: %w", err)
-	}
-	a.Manifest = Manifest{Containers: []Container{{Name: config.Name, ID: config.ID}}}
-	for _, f := range im.have {
-		a.Manifest.Files = append(a.Manifest.Files, f)
-	}
-	sortFiles(a.Manifest.Files)
-	if err := a.Manifest.check(); err != nil {
-		return errdefs.InvalidArgument("checkpoint: %w", err)
-	}
-	return nil
+	return &Archive{Manifest: *m, Signer: signer}, writeFile(to, ManifestFile, data)
 }
 
 // maxJSON limits the JSON files of a container, in bytes. Arguments and environment of a process
 // have at most 2 MiB (execve(2)), and one deleted file has a path.
 var maxJSON = map[string]int64{
-	ConfigFile:                            1 << 20,
 	SpecFile:                              16 << 20,
 	DeletedFilesFile:                      16 << 20,
 	path.Join(ImagesDir, DescriptorsFile): 4 << 10,
@@ -142,44 +106,33 @@ func ReadJSON(dir *os.File, name string, into any) error {
 type importer struct {
 	ctx      context.Context
 	to       *os.File
-	pod      bool
-	expected *Manifest // nil: an archive without a manifest
-	room     int64     // bytes that may still be written
-	have     map[string]File
+	expected *Manifest
+	room     int64 // bytes that may still be written
+	have     map[string]bool
 }
 
-func newImporter(ctx context.Context, to *os.File, pod bool) (*importer, error) {
+func newImporter(ctx context.Context, to *os.File, expected *Manifest) (*importer, error) {
 	var st unix.Statfs_t
 	if err := unix.Fstatfs(int(to.Fd()), &st); err != nil {
 		return nil, &fs.PathError{Op: "statfs", Path: to.Name(), Err: err}
 	}
-	return &importer{ctx: ctx, to: to, pod: pod, room: int64(st.Bavail) * st.Bsize, have: map[string]File{}}, nil
+	return &importer{ctx: ctx, to: to, expected: expected, room: int64(st.Bavail) * st.Bsize, have: map[string]bool{}}, nil
 }
 
 // add copies one file. size is what its directory or header says, so add checks it before it reads.
 func (im *importer) add(name string, size int64, content io.Reader) error {
-	k, _ := classify(name, im.pod)
-	switch {
-	case k == unknown:
+	if k, _ := classify(name, im.expected.Pod != nil); k == unknown {
 		return errdefs.InvalidArgument("checkpoint: unexpected file %q", errdefs.Clip(name))
-	case k == ignored && im.expected == nil:
-		return nil
-	case len(im.have) == maxFiles:
-		return errdefs.InvalidArgument("checkpoint: more than %d files", maxFiles)
 	}
-	if _, ok := im.have[name]; ok {
+	if im.have[name] {
 		return errdefs.InvalidArgument("checkpoint: file %q twice", name)
 	}
-	var want File
-	if im.expected != nil {
-		f, ok := im.expected.file(name)
-		if !ok {
-			return errdefs.InvalidArgument("checkpoint: file %q is not in the manifest", name)
-		}
-		if f.Size != size {
-			return errdefs.InvalidArgument("checkpoint: file %q has %d bytes instead of %d", name, size, f.Size)
-		}
-		want = f
+	want, ok := im.expected.file(name)
+	if !ok {
+		return errdefs.InvalidArgument("checkpoint: file %q is not in the manifest", name)
+	}
+	if want.Size != size {
+		return errdefs.InvalidArgument("checkpoint: file %q has %d bytes instead of %d", name, size, want.Size)
 	}
 	if size > im.room {
 		return errdefs.FailedPrecondition("checkpoint: no space for file %q of %d bytes", name, size)
@@ -189,10 +142,10 @@ func (im *importer) add(name string, size int64, content io.Reader) error {
 	if err != nil {
 		return fmt.Errorf("copy %q of a checkpoint: %w", name, err)
 	}
-	if im.expected != nil && got != want {
+	if got != want {
 		return errdefs.InvalidArgument("checkpoint: file %q was changed: its SHA-256 is not that of the manifest", name)
 	}
-	im.have[name] = got
+	im.have[name] = true
 	return nil
 }
 

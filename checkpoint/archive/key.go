@@ -11,12 +11,15 @@ import (
 	"os"
 	"path/filepath"
 
+	"golang.org/x/sys/unix"
+
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/safefs"
 )
 
-// keyFile is the name of the node's key below the daemon's directory "root".
+// keyFile is the name of the node's key below the daemon's directory "root". Operators may copy it
+// to other nodes, which then restore each other's checkpoints.
 const keyFile = "checkpoint.key"
 
 const keySize = 32 // bytes
@@ -28,19 +31,15 @@ type Key struct{ secret [keySize]byte }
 type Signer int
 
 const (
-	Unsigned  Signer = iota // no manifest: made by another program
-	OtherNode               // by another key, so berth cannot check the signature
-	ThisNode                // by this node's key, and the signature is right
+	OtherNode Signer = iota // with another key, so berth cannot check the signature
+	ThisNode                // with this node's key, and the signature is right
 )
 
 func (s Signer) String() string {
-	switch s {
-	case ThisNode:
+	if s == ThisNode {
 		return "this node"
-	case OtherNode:
-		return "another node"
 	}
-	return "nobody"
+	return "another node"
 }
 
 // LoadKey returns the node's key, which is below the directory root. It creates the key with mode
@@ -58,12 +57,22 @@ func LoadKey(root string) (*Key, error) {
 	return ReadKey(root)
 }
 
-// ReadKey is LoadKey, but it returns fs.ErrNotExist if there is no key.
+// ReadKey is LoadKey, but it returns fs.ErrNotExist if there is no key. A key that other users may
+// read is FailedPrecondition.
 func ReadKey(root string) (*Key, error) {
 	path := filepath.Join(root, keyFile)
-	data, err := safefs.ReadHostFile(path, keySize)
+	var st unix.Stat_t
+	err := unix.Stat(path, &st)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, err
+	}
+	if err == nil && (st.Uid != 0 || st.Mode&0o077 != 0) {
+		return nil, errdefs.FailedPrecondition("key of checkpoints %s: other users could read it: it belongs to user %d with mode %#o; "+
+			"it must belong to root with mode 0600. Make a new key if somebody may have read it", path, st.Uid, st.Mode&0o777)
+	}
+	var data []byte
+	if err == nil {
+		data, err = safefs.ReadHostFile(path, keySize)
 	}
 	if err == nil && len(data) != keySize {
 		err = fmt.Errorf("%d bytes instead of %d", len(data), keySize)

@@ -40,12 +40,6 @@ var containerFiles = map[string]bool{
 // podFiles are the files beside the containers' directories that Import accepts.
 var podFiles = map[string]bool{PodOptionsFile: true, PodDumpFile: true, ShmFile: true}
 
-// foreignFiles are additional files of containerd and CRI-O. Import checks their names and skips
-// them.
-var foreignFiles = map[string]bool{
-	"status": true, "container.log": true, "io.kubernetes.cri-o.LogPath": true, "network.status": true,
-}
-
 // maxName limits the length of a container's name and of a file's name.
 const maxName = 128
 
@@ -72,7 +66,6 @@ type kind int
 
 const (
 	unknown kind = iota
-	ignored      // a known file that is not used
 	ofPod        // a file beside the containers' directories
 	ofContainer
 	ofImages // below ImagesDir
@@ -100,8 +93,6 @@ func classify(name string, pod bool) (kind, string) {
 	switch {
 	case len(parts) == 1 && containerFiles[parts[0]]:
 		return ofContainer, container
-	case len(parts) == 1 && foreignFiles[parts[0]]:
-		return ignored, container
 	case len(parts) == 2 && parts[0] == ImagesDir:
 		return kindIf(isImage(parts[1]), ofImages), container
 	}

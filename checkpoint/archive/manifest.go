@@ -126,13 +126,13 @@ func (m *Manifest) encode(key *Key) ([]byte, error) {
 func decodeManifest(data []byte, key *Key) (*Manifest, Signer, error) {
 	var e envelope
 	if err := decodeStrict(data, &e); err != nil {
-		return nil, Unsigned, errdefs.InvalidArgument("checkpoint: %s: %w", ManifestFile, err)
+		return nil, OtherNode, errdefs.InvalidArgument("checkpoint: %s: %w", ManifestFile, err)
 	}
 	signer := OtherNode
 	if key != nil && e.Key == key.ID() {
 		sum, err := hex.DecodeString(e.HMAC)
 		if err != nil || !hmac.Equal(sum, key.sum(e.Manifest)) {
-			return nil, Unsigned, errdefs.InvalidArgument("checkpoint: %s: wrong signature: the manifest was changed", ManifestFile)
+			return nil, OtherNode, errdefs.InvalidArgument("checkpoint: %s: wrong signature: the manifest was changed", ManifestFile)
 		}
 		signer = ThisNode
 	}
@@ -140,18 +140,18 @@ func decodeManifest(data []byte, key *Key) (*Manifest, Signer, error) {
 		Version int `json:"version"`
 	}
 	if err := json.Unmarshal(e.Manifest, &version); err != nil {
-		return nil, Unsigned, errdefs.InvalidArgument("checkpoint: %s: %w", ManifestFile, err)
+		return nil, OtherNode, errdefs.InvalidArgument("checkpoint: %s: %w", ManifestFile, err)
 	}
 	if version.Version != Version {
-		return nil, Unsigned, errdefs.FailedPrecondition("checkpoint: %s has version %d; this berth reads version %d",
+		return nil, OtherNode, errdefs.FailedPrecondition("checkpoint: %s has version %d; this berth reads version %d",
 			ManifestFile, version.Version, Version)
 	}
 	m, err := decodeBody(e.Manifest)
 	if err != nil {
-		return nil, Unsigned, errdefs.InvalidArgument("checkpoint: %s: %w", ManifestFile, err)
+		return nil, OtherNode, errdefs.InvalidArgument("checkpoint: %s: %w", ManifestFile, err)
 	}
 	if err := m.check(); err != nil {
-		return nil, Unsigned, errdefs.InvalidArgument("checkpoint: %s: %w", ManifestFile, err)
+		return nil, OtherNode, errdefs.InvalidArgument("checkpoint: %s: %w", ManifestFile, err)
 	}
 	return m, signer, nil
 }
@@ -189,7 +189,7 @@ func (m *Manifest) checkFiles(dirs map[string]bool) error {
 	have := make(map[string]bool, len(m.Files))
 	for _, f := range m.Files {
 		k, dir := classify(f.Path, m.Pod != nil)
-		if k == unknown || k == ignored || k != ofPod && !dirs[dir] {
+		if k == unknown || k != ofPod && !dirs[dir] {
 			return fmt.Errorf("unexpected file %q", errdefs.Clip(f.Path))
 		}
 		if have[f.Path] {

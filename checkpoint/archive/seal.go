@@ -109,7 +109,7 @@ func list(dir *os.File, pod bool) ([]File, error) {
 		if f.path == ManifestFile {
 			return errdefs.Internal("checkpoint: the archive has a manifest already")
 		}
-		if k, _ := classify(f.path, pod); k == unknown || k == ignored {
+		if k, _ := classify(f.path, pod); k == unknown {
 			return errdefs.Internal("checkpoint: unexpected file %q", errdefs.Clip(f.path))
 		}
 		files = append(files, File{Path: f.path, Size: f.st.Size})

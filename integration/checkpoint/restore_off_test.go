@@ -37,6 +37,23 @@ func TestRestoreOfAnotherNode(t *testing.T) {
 	restoreRefused(t, d, s.identity(t), codes.FailedPrecondition, "is not signed with the key of this node")
 }
 
+// Nodes with the same key restore each other's checkpoints.
+func TestRestoreWithSharedKey(t *testing.T) {
+	first := harness.StartDaemon(t, harness.WithCRIU(t))
+	s := confined(t, first)
+	key := harness.Get(os.ReadFile(filepath.Join(first.Root, "checkpoint.key")))(t)
+	second := harness.StartDaemon(t, harness.WithCRIU(t), func(t *testing.T, d *harness.Daemon) {
+		t.Helper()
+		harness.Must(t, os.MkdirAll(d.Root, 0o711))
+		harness.Must(t, os.WriteFile(filepath.Join(d.Root, "checkpoint.key"), key, 0o600))
+	})
+	there := &saved{d: second, request: s.request}
+	restored, containers := restorePod(t, second, there.identity(t))
+	containers[0].Start(t)
+	waitCounted(t, containers[0], 1)
+	restored.Remove(t)
+}
+
 // By default CRIU restores nothing. A pod that an earlier daemon has restored, but not started,
 // stays created, and starts when the option permits it again.
 func TestRestoresAreOffByDefault(t *testing.T) {

@@ -274,31 +274,6 @@ func TestCheckStreams(t *testing.T) {
 	}
 }
 
-// The ID of the image comes from the signed manifest, else from the file that other programs write.
-func TestImageOf(t *testing.T) {
-	hex := strings.Repeat("ab", 32)
-	signed := &archive.Archive{Manifest: archive.Manifest{Pod: &archive.Pod{},
-		Containers: []archive.Container{{Name: "a", Image: archive.Image{ID: "sha256:" + hex}}, {Name: "b"}}}}
-	for _, test := range []struct {
-		name, ref, want string
-	}{
-		{"a", "", "sha256:" + hex},
-		{"b", hex, "sha256:" + hex},
-		{"b", "sha256:" + hex, "sha256:" + hex},
-		{"b", "busybox:latest", ""},
-		{"b", "", ""},
-	} {
-		t.Run(test.name+" "+test.ref, func(t *testing.T) {
-			dir := t.TempDir()
-			writeJSON(t, dir, archive.ConfigFile, map[string]string{"rootfsImageRef": test.ref})
-			got, err := imageOf(signed, test.name, dir)
-			if got != test.want || (err == nil) != (test.want != "") {
-				t.Errorf("image %q, %v", got, err)
-			}
-		})
-	}
-}
-
 // The rights of a saved container, and the mounts of a saved sandbox, must be those of the request.
 func TestRightsAndSandboxDifferences(t *testing.T) {
 	t.Parallel()
