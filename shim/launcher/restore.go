@@ -141,6 +141,9 @@ func (b *restoreBackend) restore() error {
 	if err := b.reservePIDs(); err != nil {
 		return err
 	}
+	if err := b.limitCRIU(); err != nil {
+		return err
+	}
 	b.gate.open(b.resuming)
 	b.ns.open(b.watchCRIU, b.refuse)
 	b.lost = make(chan struct{})
