@@ -47,6 +47,7 @@ func TestRestoreWithSharedKey(t *testing.T) {
 		harness.Must(t, os.MkdirAll(d.Root, 0o711))
 		harness.Must(t, os.WriteFile(filepath.Join(d.Root, "checkpoint.key"), key, 0o600))
 	})
+	second.Pull(t, s.request.ContainerConfigs[0].Image.Image)
 	there := &saved{d: second, request: s.request}
 	restored, containers := restorePod(t, second, there.identity(t))
 	containers[0].Start(t)
