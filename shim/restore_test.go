@@ -238,7 +238,7 @@ func TestRestoreWithoutImages(t *testing.T) {
 	req := e.request("empty", "never executed")
 	restoring(program, images)(req)
 	_, err := e.Launch(e.ctx, req)
-	if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "files.img") {
+	if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "pstree.img") {
 		t.Errorf("Launch: %v", err)
 	}
 }
