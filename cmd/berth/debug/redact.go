@@ -57,8 +57,8 @@ const kernelWords = `default relatime lazytime noatime nodiratime errors remount
 	fuse fusectl binfmt xfs btrfs subvol subvolid compress zstd overlay lowerdir upperdir workdir redirect volatile
 	invoked killer oom_kill_process constraint nodemask cpuset mems_allowed global_oom task_memcg killed total anon rss
 	shmem metacopy pgtables oom_score_adj reaped blocked seconds tainted hung task lockup segfault sector buffer aborting
-	corrupted warning checksum orphan bridge promiscuous forwarding disabled martian conntrack table dropping packet apparmor denied
-	operation profile audit here cut trace`
+	corrupted warning checksum orphan bridge promiscuous forwarding disabled martian conntrack table dropping packet
+	apparmor denied operation profile audit here cut trace`
 
 // readOnlyData returns the section of a program that has its string literals.
 func readOnlyData(path string) ([]byte, error) {
