@@ -255,7 +255,7 @@ func declaring(t *testing.T, tag string) (name string) {
 func TestRestoreKeepsVolumes(t *testing.T) {
 	name := declaring(t, "saved")
 	const show = `cat /data/file /missing/new /missing/open; ls -A /data; stat -c "%a %u:%g" /data /missing`
-	d := harness.StartDaemon(t, criuOption(t))
+	d := startDaemon(t)
 	pod := d.RunPod(t)
 	c := pod.Run(t, harness.Image(name), harness.Script("exec 7>/missing/open; echo changed >>/data/file && rm /data/gone && echo new >/missing/new; echo open >&7; "+counting))
 	waitCounted(t, c, 1)
