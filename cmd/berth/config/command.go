@@ -18,7 +18,7 @@ import (
 func Command(accept func(*Config) error) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "config",
-		Short: "Check, show and convert the configuration",
+		Short: "Check and show the configuration",
 		Args:  cobra.ArbitraryArgs,
 		// Without RunE cobra prints the help for a misspelled subcommand and succeeds.
 		RunE: cli.Group,
@@ -90,27 +90,15 @@ only the options that differ from their defaults.`,
 	return cmd
 }
 
-// foreignPaths are the files that `berth config migrate --from` reads without an argument.
-var foreignPaths = map[string]string{"containerd": "/etc/containerd/config.toml", "crio": "/etc/crio/crio.conf"}
-
 func migrateCommand() *cobra.Command {
-	var from string
 	var write bool
 	cmd := &cobra.Command{
 		Use:   "migrate [FILE]",
-		Short: "Rewrite a configuration file of release 0.2, containerd or CRI-O",
+		Short: "Rewrite a configuration file of release 0.2",
 		Long: `Rewrite a configuration file with the keys of release 0.2 and print it. With --write,
-replace the file and keep the old one as FILE.old.
-
-With --from containerd or --from crio, read that runtime's configuration instead and
-print berth's options for it. Each setting without a counterpart is named on standard
-error. containerd prints its complete configuration by "containerd config dump", CRI-O
-by "crio config".`,
+replace the file and keep the old one as FILE.old.`,
 		Args: cli.Args(0, 1, ""),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if from != "" {
-				return importFrom(cmd, from, args)
-			}
 			name := DefaultPath
 			if len(args) > 0 {
 				name = args[0]
@@ -118,56 +106,15 @@ by "crio config".`,
 			return migrateFile(cmd.OutOrStdout(), name, write)
 		},
 	}
-	cmd.Flags().StringVar(&from, "from", "", "runtime whose file to read: containerd or crio")
 	cmd.Flags().BoolVarP(&write, "write", "w", false, "replace the file")
-	cmd.MarkFlagsMutuallyExclusive("from", "write")
 	return cmd
-}
-
-// importFrom prints berth's configuration for another runtime's.
-func importFrom(cmd *cobra.Command, runtime string, args []string) error {
-	name, known := foreignPaths[runtime]
-	if !known {
-		return errNoSuchRuntime
-	}
-	if len(args) > 0 {
-		name = args[0]
-	}
-	content, err := readFile(cmd.InOrStdin(), name)
-	if err != nil {
-		return err
-	}
-	text, notes, err := Import(runtime, name, content)
-	if err != nil {
-		return err
-	}
-	for _, note := range notes {
-		fmt.Fprintln(cmd.ErrOrStderr(), note)
-	}
-	_, err = io.WriteString(cmd.OutOrStdout(), text)
-	return err
-}
-
-// readFile reads a file, or standard input for "-".
-func readFile(stdin io.Reader, name string) ([]byte, error) {
-	var content []byte
-	var err error
-	if name == "-" {
-		content, err = io.ReadAll(stdin)
-	} else {
-		content, err = os.ReadFile(name)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read configuration: %w", err)
-	}
-	return content, nil
 }
 
 // migrateFile prints the new form of a file, or replaces it.
 func migrateFile(out io.Writer, name string, write bool) error {
-	content, err := readFile(os.Stdin, name)
+	content, err := os.ReadFile(name)
 	if err != nil {
-		return err
+		return fmt.Errorf("read configuration: %w", err)
 	}
 	text, err := Migrate(name, content)
 	if err != nil {

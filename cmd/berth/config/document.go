@@ -135,7 +135,7 @@ replaced as a whole. Unknown keys are errors.
 - ` + "`berth config default`" + ` prints a file with every option.
 - ` + "`berth config check`" + ` checks the files without a daemon.
 - ` + "`berth config show`" + ` prints the options that differ from their defaults; ` + "`--all`" + ` prints all.
-- ` + "`berth config migrate`" + ` rewrites a file of release 0.2, and reads files of containerd and CRI-O.
+- ` + "`berth config migrate`" + ` rewrites a file of release 0.2.
 
 ` + "`systemctl reload berth`" + ` and SIGHUP apply changes of the options marked "reload". Changes of other options
 take effect at the next start. The daemon refuses a faulty file as a whole and keeps its configuration.

@@ -2,7 +2,6 @@ package config
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"maps"
 	"reflect"
@@ -184,31 +183,4 @@ func lastBlank(lines []string) int {
 		}
 	}
 	return -1
-}
-
-// errNoSuchRuntime is the error for a runtime without a reader of its configuration.
-var errNoSuchRuntime = errors.New("--from takes containerd or crio")
-
-// Import returns the options of berth that correspond to a configuration file of another runtime,
-// "containerd" or "crio", and notes about its settings without a counterpart.
-func Import(runtime, name string, content []byte) (text string, notes []string, err error) {
-	var read func(foreign) *Config
-	switch runtime {
-	case "containerd":
-		read = fromContainerd
-	case "crio":
-		read = fromCRIO
-	default:
-		return "", nil, errNoSuchRuntime
-	}
-	f, err := newForeign(name, content)
-	if err != nil {
-		return "", nil, err
-	}
-	c := read(f)
-	if err := c.validate(func(key string) string { return name + ": value for " + key }); err != nil {
-		return "", nil, err
-	}
-	header := fmt.Sprintf("# Settings of %s that berth has, too.\n\n", name)
-	return header + c.TOML(false), f.remaining(), nil
 }

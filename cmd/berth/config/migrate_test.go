@@ -113,27 +113,6 @@ func TestMigrateCommandReplacesFile(t *testing.T) {
 	}
 }
 
-func TestImportReadsOtherRuntimes(t *testing.T) {
-	t.Parallel()
-	for _, runtime := range []string{"containerd-v2", "containerd-v3", "crio"} {
-		t.Run(runtime, func(t *testing.T) {
-			path := filepath.Join("testdata", runtime+".toml")
-			content, err := os.ReadFile(path)
-			testutil.Must(t, err)
-			name, _, _ := strings.Cut(runtime, "-")
-			text, notes, err := Import(name, runtime+".toml", content)
-			testutil.Must(t, err)
-			testutil.Golden(t, *update, runtime+".golden", text+"---\n"+strings.Join(notes, "\n")+"\n")
-		})
-	}
-	if _, _, err := Import("docker", "x", nil); err == nil {
-		t.Error("an unknown runtime is accepted")
-	}
-	if _, _, err := Import("crio", "x", []byte("a = ")); err == nil || !strings.Contains(err.Error(), "x: line 1") {
-		t.Errorf("a syntax error is reported as %v", err)
-	}
-}
-
 func TestFragmentsOverrideFileInOrder(t *testing.T) {
 	t.Parallel()
 	path := writeFile(t, "root = '/file'\nlog_level = 'warn'\n[handlers.a]\npath = '/a'\n")
