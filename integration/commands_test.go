@@ -190,61 +190,26 @@ rm -f /bin/tar; echo ready; exec sleep 100000`))
 
 	refusedWith(t, d, 1, "no such file", "cp", c.Id+":/nothing", dir)
 	refusedWith(t, d, 1, "one of SOURCE and DESTINATION must be NAME:PATH", "cp", "/etc/hosts", dir)
-	runBerth(t, d, "stop", "-t", "0s", c.Id)
+	c.Stop(t, 0)
 	refusedWith(t, d, 1, "is not running (exited 137)", "cp", c.Id+":/data", dir)
 }
 
 // In a pod with a user namespace copies belong to the container's root.
 func TestCommandsCopyInUserNamespace(t *testing.T) {
+	const hostID = 1 << 20
 	d := harness.StartDaemon(t)
-	manifest := writeManifest(t, d, `
-apiVersion: v1
-kind: Pod
-metadata: {name: mapped}
-spec:
-  terminationGracePeriodSeconds: 0
-  hostUsers: false
-  hostNetwork: true
-  containers:
-  - {name: c, image: IMAGE, command: [sleep, "100000"], volumeMounts: [{name: data, mountPath: /data}]}
-  volumes:
-  - {name: data, emptyDir: {}}
-`)
-	lines := strings.Split(strings.TrimSpace(runBerth(t, d, runArgs(d, manifest, "--detach")...)), "\n")
-	id := lines[len(lines)-1]
-	d.Objects = append(d.Objects, id)
+	pod := d.RunPod(t, harness.HostNetwork, userNamespace(hostID))
+	c := pod.Run(t, inUserNamespace(hostID))
 	source := filepath.Join(t.TempDir(), "file")
 	harness.Must(t, os.WriteFile(source, []byte("text\n"), 0o640))
-	for _, target := range []string{"/data/file", "/root/file", "/tmp/file"} {
-		runBerth(t, d, "cp", source, "default/mapped/c:"+target)
-		harness.Equal(t, target, runBerth(t, d, "exec", "mapped/c", "stat", "-c", "%u:%g %a", target), "0:0 640\n")
+	for _, target := range []string{"/root/file", "/tmp/file"} {
+		runBerth(t, d, "cp", source, c.Id+":"+target)
+		harness.Equal(t, target, runBerth(t, d, "exec", c.Id, "stat", "-c", "%u:%g %a", target), "0:0 640\n")
 	}
 	back := filepath.Join(t.TempDir(), "back")
-	runBerth(t, d, "cp", "-a", "mapped:/data/file", back)
+	runBerth(t, d, "cp", "-a", c.Id+":/root/file", back)
 	harness.Equal(t, "copy", readText(t, back), "text\n")
 	if info, err := os.Stat(back); err != nil || info.Sys().(*syscall.Stat_t).Uid != 0 {
 		t.Errorf("owner of the copy: %+v, %v", info.Sys(), err)
 	}
-	runBerth(t, d, "rm", "--force", "--run-dir", d.Dir+"/run", id)
-}
-
-// A taken host port is one short line that names the owner.
-func TestCommandsRunNamesOwnerOfHostPort(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
-	manifest := func(name string) string {
-		return writeManifest(t, d, `
-apiVersion: v1
-kind: Pod
-metadata: {name: `+name+`}
-spec:
-  terminationGracePeriodSeconds: 0
-  containers:
-  - {name: c, image: IMAGE, command: [sleep, "100000"], ports: [{containerPort: 80, hostPort: 18092}]}
-`)
-	}
-	lines := strings.Split(strings.TrimSpace(runBerth(t, d, runArgs(d, manifest("first"), "--detach")...)), "\n")
-	id := lines[len(lines)-1]
-	d.Objects = append(d.Objects, id)
-	refusedWith(t, d, 125, "host port 18092/tcp is used by pod default/first\n", runArgs(d, manifest("second"), "--detach")...)
-	runBerth(t, d, "rm", "--force", "--run-dir", d.Dir+"/run", id)
 }

@@ -10,8 +10,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
-	"slices"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -158,87 +156,6 @@ spec:
 	harness.WantText(t, "output", out, "done")
 }
 
-// With hostUsers: false each pod has different user IDs on the host. Its volumes have the same
-// owners as in a pod without a user namespace.
-func TestOperatorRunInUserNamespace(t *testing.T) {
-	d := harness.StartDaemon(t)
-	manifest := writeManifest(t, d, `
-apiVersion: v1
-kind: Pod
-metadata: {name: mapped}
-spec:
-  restartPolicy: Never
-  hostUsers: false
-  hostNetwork: true
-  securityContext: {fsGroup: 2000}
-  containers:
-  - name: c
-    image: IMAGE
-    command: [sh, -c, "set -e; cat /proc/self/uid_map; touch /data/f; stat -c '%u:%g' /data/f /etc/hosts"]
-    volumeMounts: [{name: data, mountPath: /data}]
-  volumes:
-  - {name: data, emptyDir: {}}
-`)
-	out := strings.Fields(runBerth(t, d, runArgs(d, manifest)...))
-	i := slices.Index(out, "65536")
-	if i < 2 || out[i-2] != "0" || !slices.Contains(out, "0:2000") || !slices.Contains(out, "0:0") {
-		t.Fatalf("the output is %q", out)
-	}
-	if first, err := strconv.Atoi(out[i-1]); err != nil || first < 0x70000000 {
-		t.Errorf("the pod's IDs begin at %s, %v", out[i-1], err)
-	}
-}
-
-// A second run of a manifest needs --replace. berth down removes pods by manifest or by name.
-func TestOperatorDownAndReplace(t *testing.T) {
-	d := harness.StartDaemon(t)
-	path := writeManifest(t, d, `
-apiVersion: apps/v1
-kind: StatefulSet
-metadata: {name: store}
-spec:
-  template:
-    spec:
-      terminationGracePeriodSeconds: 1
-      containers:
-      - name: c
-        image: IMAGE
-        command: [sh, -c, "echo run >>/data/runs; exec sleep 100000"]
-        volumeMounts: [{name: data, mountPath: /data}]
-  volumeClaimTemplates: [{metadata: {name: data}, spec: {resources: {requests: {storage: 1Gi}}}}]
-`)
-	run := func(more ...string) (string, error) {
-		out, err := tryBerth(d, runArgs(d, path, append(more, "--detach")...)...)
-		if lines := strings.Fields(out); err == nil {
-			d.Objects = append(d.Objects, lines[len(lines)-1])
-		}
-		return out, err
-	}
-	down := func(args ...string) string {
-		return runBerth(t, d, append([]string{"down", "--run-dir", d.Dir + "/run"}, args...)...)
-	}
-	_, err := run()
-	harness.Must(t, err)
-	out, err := run()
-	if err == nil {
-		t.Errorf("a second run was not refused:\n%s", out)
-	}
-	harness.WantText(t, "output of a second run", out, "pod store-0 exists already; use --replace")
-	out, err = run("--replace")
-	harness.Must(t, err)
-	harness.WantText(t, "output of --replace", out, "removed pod default/store-0")
-	harness.Equal(t, "data of the claim", runBerth(t, d, "exec", "c", "cat", "/data/runs"), "run\nrun\n")
-	harness.Equal(t, "down by name", down("statefulset/store"), "default/store-0\n")
-	if out, err := tryBerth(d, "down", "--run-dir", d.Dir+"/run", "store"); err == nil {
-		t.Errorf("down of a removed pod: %s", out)
-	}
-	_, err = run()
-	harness.Must(t, err)
-	harness.Equal(t, "down by manifest", down("-f", path, "--volumes"), "default/store-0\n")
-	harness.WantNoText(t, "pods after down", runBerth(t, d, "ps", "--all", "--pods"), "store")
-	harness.Equal(t, "files of berth run", fmt.Sprint(machine.ReadDir(d.Dir+"/run")), "[]")
-}
-
 // A manifest with an unsupported field is refused, with the field's name, and nothing starts.
 func TestOperatorRunRefuses(t *testing.T) {
 	d := harness.StartDaemon(t)
@@ -282,7 +199,7 @@ func TestOperatorContainers(t *testing.T) {
 	if out, err := tryBerth(d, "rm", c.Id); err == nil {
 		t.Errorf("rm of a running container without --force succeeds:\n%s", out)
 	}
-	runBerth(t, d, "stop", "--timeout", "0s", c.Id)
+	c.Stop(t, 0)
 	harness.WantText(t, "output of ps --all", runBerth(t, d, "ps", "--all"), "logger")
 	runBerth(t, d, "rm", c.Id)
 	if out, err := tryBerth(d, "logs", "no-such-container"); err == nil || !strings.Contains(out, "no-such-container") {

@@ -36,7 +36,7 @@ func Commands() []*cobra.Command {
 	commands := []*cobra.Command{
 		runCommand(o), psCommand(o), podsCommand(o), inspectCommand(o), logsCommand(o), execCommand(o), attachCommand(o),
 		cpCommand(o), portForwardCommand(o), topCommand(o), statsCommand(o), eventsCommand(o), killCommand(o),
-		stopCommand(o), rmCommand(o), downCommand(o), imagesCommand(o), pullCommand(o),
+		rmCommand(o), imagesCommand(o), pullCommand(o),
 		dfCommand(o), infoCommand(o), versionCommand(o), checkpointCommand(o), restoreCommand(o),
 		traceCommand(o),
 	}

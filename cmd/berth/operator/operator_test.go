@@ -125,14 +125,7 @@ func TestRunExitsWithCodeOfFailedContainer(t *testing.T) {
 	if code != 125 || !strings.Contains(stderr, "-: refused:\n  spec.containers[0].volumeDevices: ") || !strings.Contains(stderr, "\n  spec.runtimeClassName: ") {
 		t.Errorf("%q, %d", stderr, code)
 	}
-	_, stderr, code = run("restartPolicy: Never, nodeName: x, containers: [" + app("good") + "]")
-	if code != 0 || !strings.Contains(stderr, "berth: warning: spec.nodeName: ignored: this command does not schedule\n") {
-		t.Errorf("%q, %d", stderr, code)
-	}
-	if _, stderr, code = c.do("run", "--run-dir", c.runDir, "--strict", "-f", "-"); code != 125 || !strings.Contains(stderr, "-: refused: spec.nodeName: ") {
-		t.Errorf("%q, %d", stderr, code)
-	}
-	if _, stderr, code = c.do("run"); code != 125 || !strings.Contains(stderr, "name a manifest") {
+	if _, stderr, code = c.do("run"); code == 0 || !strings.Contains(stderr, "name a file: berth run FILE.yaml") {
 		t.Errorf("%q, %d", stderr, code)
 	}
 	if _, stderr, code = c.do("run", "/no/such/pod.yaml"); code != 125 || !strings.Contains(stderr, "/no/such/pod.yaml: no such file") {
@@ -164,7 +157,7 @@ func TestDetachedPodIsListedAndRemoved(t *testing.T) {
 		}
 	}
 
-	if _, stderr, code := c.do("rm", "--run-dir", c.runDir, "web"); code != 1 || !strings.Contains(stderr, "default/web is running; stop it first or use --force") {
+	if _, stderr, code := c.do("rm", "--run-dir", c.runDir, "web"); code != 1 || !strings.Contains(stderr, "default/web is running; stop it with crictl, or use --force") {
 		t.Errorf("rm of a running pod: %q, %d", stderr, code)
 	}
 	if _, stderr, code := c.do("rm", "app", "nothing"); code != 1 || !strings.Contains(stderr, "container") || !strings.Contains(stderr, `no container or pod "nothing"`) {
@@ -189,16 +182,25 @@ func TestDetachedPodIsListedAndRemoved(t *testing.T) {
 	}
 }
 
-func TestStopAndRemoveContainers(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{})
+func TestRemoveContainer(t *testing.T) {
+	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{"a": {Exits: []int32{0}}}})
 	c.detach("containers: [" + app("a") + ", " + app("b") + "]")
-	c.must("stop", "-t", "1500ms", "a", "web/b")
 	c.must("rm", "a")
-	calls := c.Calls()
-	for _, want := range []string{"StopContainer a/0 2", "StopContainer b/0 2", "RemoveContainer a/0"} {
-		if !slices.Contains(calls, want) {
+	c.must("rm", "--force", "web/b")
+	for _, want := range []string{"RemoveContainer a/0", "RemoveContainer b/0"} {
+		if calls := c.Calls(); !slices.Contains(calls, want) {
 			t.Errorf("calls %q lack %q", calls, want)
 		}
+	}
+}
+
+// A file whose pod exists is refused.
+func TestRunRefusesSecondPodOfOneName(t *testing.T) {
+	c := newConsole(t, &fakecri.Server{})
+	id := c.detach("containers: [" + app("a") + "]")
+	_, stderr, code := c.do("run", "--detach", "--run-dir", c.runDir, "-")
+	if want := "pod default/web exists already; remove it with: berth rm --force " + client.ShortID(id); code != 125 || !strings.Contains(stderr, want) {
+		t.Errorf("%q, %d, want %q", stderr, code, want)
 	}
 }
 

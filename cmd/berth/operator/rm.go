@@ -2,6 +2,7 @@ package operator
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"github.com/spf13/cobra"
@@ -43,7 +44,7 @@ func removeRef(ctx context.Context, c *client.Client, ref, runDir string, force 
 	case pod != nil:
 		return removePod(ctx, c, pod, runDir, force)
 	case container.GetState() == runtimeapi.ContainerState_CONTAINER_RUNNING && !force:
-		return fmt.Errorf("container %s is running; stop it first or use --force", client.ContainerName(container))
+		return fmt.Errorf("container %s is running; stop it with crictl, or use --force", client.ContainerName(container))
 	}
 	return c.Remove(ctx, container.GetId())
 }
@@ -52,9 +53,9 @@ func removeRef(ctx context.Context, c *client.Client, ref, runDir string, force 
 func removePod(ctx context.Context, c *client.Client, pod *runtimeapi.PodSandbox, runDir string, force bool) error {
 	if pod.GetState() == runtimeapi.PodSandboxState_SANDBOX_READY {
 		if !force {
-			return fmt.Errorf("pod %s is running; stop it first or use --force", client.PodTitle(pod))
+			return fmt.Errorf("pod %s is running; stop it with crictl, or use --force", client.PodTitle(pod))
 		}
-		if err := podrun.Stop(ctx, c, pod, runDir, fromManifest); err != nil {
+		if err := podrun.Stop(ctx, c, pod.GetId()); err != nil {
 			return err
 		}
 	}
@@ -62,4 +63,13 @@ func removePod(ctx context.Context, c *client.Client, pod *runtimeapi.PodSandbox
 		return err
 	}
 	return podrun.RemoveFiles(runDir, pod.GetMetadata().GetUid())
+}
+
+// each calls do for every reference, also after an error, and joins the errors.
+func each(refs []string, do func(ref string) error) error {
+	var errs []error
+	for _, ref := range refs {
+		errs = append(errs, do(ref))
+	}
+	return errors.Join(errs...)
 }

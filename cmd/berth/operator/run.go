@@ -30,10 +30,7 @@ const (
 // runOptions are the flags of berth run.
 type runOptions struct {
 	config      podrun.Config
-	files       []string
 	seccompRoot string
-	strict      bool
-	replace     bool
 	pull        string
 }
 
@@ -45,35 +42,25 @@ var pullPolicies = map[string]corev1.PullPolicy{
 func runCommand(o *Connection) *cobra.Command {
 	r := &runOptions{}
 	cmd := &cobra.Command{
-		Use:   "run MANIFEST.yaml…",
-		Short: "Run Kubernetes manifests without a cluster",
-		Long: `Run the pods of Kubernetes manifests without a cluster ("-" reads stdin).
+		Use:   "run FILE.yaml",
+		Short: "Run the Pods of a file on this node",
+		Long: `Run the Pods of a file on this node, without a kubelet ("-" reads stdin).
 
-A manifest can have several documents: Pods, Deployments, StatefulSets, DaemonSets
-(one replica each), Jobs and CronJobs (run once), and their ConfigMaps, Secrets and
-PersistentVolumeClaims. An export of "kubectl get -o yaml" works, too. Other kinds
-and scheduling fields are ignored with a warning. berth refuses other fields that
-it cannot honour, and names these fields.
+The file has Pods, and the ConfigMaps and Secrets that their variables name. berth
+pulls the images, runs the init containers, and then the containers. It prints
+their output, each line after the container's name. When all have ended, or after
+the grace period on Ctrl-C (at once on a second Ctrl-C), berth removes the pods and
+exits with the code of the container that failed first.
 
-berth pulls the images, starts the containers in kubelet's order, and runs their
-probes. It prints the output of all containers, each line after the container's
-name. When all have ended, or after the grace period on Ctrl-C (at once on a second
-Ctrl-C), berth removes the pods and exits with the code of the container that
-failed first. The data of PersistentVolumeClaims stays (see "berth down").
-
-By default the seccomp profile is RuntimeDefault, and pods resolve names as this
-host does. With hostUsers: false a pod gets 65536 IDs between 1879048192 and
-2147352575 that no other pod of the runtime uses.`,
+berth refuses each field that needs a kubelet, such as probes and restart policies,
+by its path.`,
+		Args: cli.Args(1, 1, "name a file"),
 		RunE: func(cmd *cobra.Command, args []string) error { return r.run(o, cmd, args) },
 	}
 	cmd.SetFlagErrorFunc(flagStatus)
 	flags := cmd.Flags()
-	flags.StringArrayVarP(&r.files, "filename", "f", nil, "manifest to run (can be repeated)")
 	flags.BoolVarP(&r.config.Detach, "detach", "d", false, "print the pods' IDs once their containers run, and exit")
-	flags.BoolVar(&r.strict, "strict", false, "refuse what is otherwise ignored with a warning")
-	flags.BoolVar(&r.replace, "replace", false, "first remove the pods that the manifests created earlier")
-	flags.StringVar(&r.config.Dir, "run-dir", defaultRunDir,
-		"directory for the pods' files while they exist (volumes, hosts, logs), and for the data of claims")
+	flags.StringVar(&r.config.Dir, "run-dir", defaultRunDir, "directory for the pods' files while they exist (volumes, hosts, logs)")
 	flags.StringVar(&r.config.LogDir, "log-dir", "", "keep logs below this directory, in the layout of /var/log/pods")
 	flags.StringVar(&r.config.CgroupParent, "cgroup-parent", "", "parent cgroup of the pods (default: the daemon's choice)")
 	flags.StringVar(&r.pull, "pull", "", "pull images always, missing ones or never (default: the manifest's imagePullPolicy)")
@@ -89,16 +76,9 @@ func (r *runOptions) run(o *Connection, cmd *cobra.Command, args []string) error
 	if r.config.Pull = policy; r.pull != "" && !known {
 		return execStatus(fmt.Errorf("--pull: want always, missing or never, not %q", r.pull))
 	}
-	mode := podyaml.Mode{Detached: r.config.Detach, Strict: r.strict}
-	manifest, err := parseManifests(cmd, append(r.files, args...), mode)
+	manifest, err := parseManifest(cmd, args[0])
 	if err != nil {
 		return &cli.ExitStatus{Code: codeFailed, Cause: err}
-	}
-	for _, warning := range manifest.Warnings {
-		r.config.Report("warning: %s", warning)
-	}
-	if len(manifest.Workloads) == 0 {
-		return nil // all have 0 replicas
 	}
 	return execStatus(o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
 		return r.runManifest(cmd, c, manifest)
@@ -106,71 +86,52 @@ func (r *runOptions) run(o *Connection, cmd *cobra.Command, args []string) error
 }
 
 func (r *runOptions) runManifest(cmd *cobra.Command, c *client.Client, manifest *podyaml.Manifest) (err error) {
-	if r.config.Host, err = podrun.DetectHost(cmd.Context(), c, r.seccompRoot); err != nil {
+	if r.config.Host, err = podrun.DetectHost(r.seccompRoot); err != nil {
 		return execStatus(err)
 	}
 	r.config.Stdout, r.config.Stderr = cmd.OutOrStdout(), cmd.ErrOrStderr()
-	r.config.Backoff = podrun.KubeletBackoff
 	ctx, now, stop := cli.TwoStageInterruptible(cmd.Context())
 	defer stop()
 	defer announceStop(ctx, &r.config, podrun.GracePeriod(manifest))()
-	if err := r.makeRoom(ctx, c, manifest); err != nil {
+	if err := refuseTwice(ctx, c, manifest); err != nil {
 		return runStatus(err)
 	}
-	results, err := podrun.RunAll(ctx, now, c, manifest, r.config)
-	for _, result := range results {
-		if _, printErr := fmt.Fprintln(cmd.OutOrStdout(), result.PodID); printErr != nil {
+	ids, err := podrun.Run(ctx, now, c, manifest, r.config)
+	for _, id := range ids {
+		if _, printErr := fmt.Fprintln(cmd.OutOrStdout(), id); printErr != nil {
 			return printErr
 		}
 	}
 	return runStatus(err)
 }
 
-// makeRoom removes the manifest's pods of an earlier run, or refuses the run if it may not.
-func (r *runOptions) makeRoom(ctx context.Context, c *client.Client, manifest *podyaml.Manifest) error {
-	for _, w := range manifest.Workloads {
-		if r.replace {
-			names, err := podrun.Down(ctx, c, r.config.Dir, podrun.OfWorkload(w), fromManifest)
-			for _, name := range names {
-				r.config.Report("removed pod %s", name)
-			}
-			if err != nil {
-				return err
-			}
-			continue
-		}
-		found, err := podrun.Find(ctx, c, r.config.Dir, podrun.OfWorkload(w))
-		if err != nil {
-			return err
-		}
-		for _, pod := range found {
-			if pod.Sandbox != nil {
-				return fmt.Errorf("pod %s exists already; use --replace, or remove it with: berth down %s",
-					pod.Manifest.Name, pod.Manifest.Name)
+// refuseTwice refuses a manifest whose pods run already.
+func refuseTwice(ctx context.Context, c *client.Client, manifest *podyaml.Manifest) error {
+	pods, err := c.Pods(ctx)
+	if err != nil {
+		return err
+	}
+	for _, pod := range pods {
+		for _, wanted := range manifest.Pods {
+			if meta := pod.GetMetadata(); meta.GetName() == wanted.Name && meta.GetNamespace() == wanted.Namespace {
+				return fmt.Errorf("pod %s exists already; remove it with: berth rm --force %s",
+					client.PodTitle(pod), client.ShortID(pod.GetId()))
 			}
 		}
 	}
 	return nil
 }
 
-// parseManifests parses several files as one manifest.
-func parseManifests(cmd *cobra.Command, names []string, mode podyaml.Mode) (*podyaml.Manifest, error) {
-	if len(names) == 0 {
-		return nil, fmt.Errorf("name a manifest: berth %s MANIFEST.yaml", cmd.Name())
+func parseManifest(cmd *cobra.Command, name string) (*podyaml.Manifest, error) {
+	text, err := readManifest(cmd, name)
+	if err != nil {
+		return nil, err
 	}
-	var text []byte
-	for _, name := range names {
-		content, err := readManifest(cmd, name)
-		if err != nil {
-			return nil, err
-		}
-		text = append(append(text, content...), "\n---\n"...)
+	manifest, err := podyaml.Parse(text)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", name, err)
 	}
-	manifest, err := podyaml.Parse(text, mode)
-	if err != nil && len(names) == 1 {
-		err = fmt.Errorf("%s: %w", names[0], err)
-	}
-	return manifest, err
+	return manifest, nil
 }
 
 // readManifest reads a file, or stdin for the name "-".

@@ -26,7 +26,8 @@ func (r *podRun) pullImages(ctx context.Context) error {
 	var mu sync.Mutex // guards r.images
 	group, ctx := errgroup.WithContext(ctx)
 	seen := map[imageKey]bool{}
-	for _, key := range r.imageKeys() {
+	for _, c := range r.plan.Containers() {
+		key := keyOf(c)
 		if seen[key] {
 			continue
 		}
@@ -40,31 +41,6 @@ func (r *podRun) pullImages(ctx context.Context) error {
 		})
 	}
 	return group.Wait()
-}
-
-// imageKeys returns the images of the containers and of the image volumes.
-func (r *podRun) imageKeys() []imageKey {
-	var keys []imageKey
-	for _, c := range r.plan.Containers() {
-		keys = append(keys, keyOf(c))
-	}
-	for i := range r.plan.Pod.Spec.Volumes {
-		if image := r.plan.Pod.Spec.Volumes[i].Image; image != nil {
-			keys = append(keys, imageKey{image.Reference, image.PullPolicy})
-		}
-	}
-	return keys
-}
-
-// volumeImages returns the IDs of the images of image volumes, by volume.
-func (r *podRun) volumeImages() map[string]string {
-	ids := map[string]string{}
-	for i := range r.plan.Pod.Spec.Volumes {
-		if v := &r.plan.Pod.Spec.Volumes[i]; v.Image != nil {
-			ids[v.Name] = r.images[imageKey{v.Image.Reference, v.Image.PullPolicy}].GetId()
-		}
-	}
-	return ids
 }
 
 // ensureImage returns the image after pulling it as its policy demands.

@@ -11,14 +11,15 @@ import (
 	"berth/cmd/berth/podyaml"
 )
 
-// prefixer writes lines of several containers, each after the container's name.
-type prefixer struct {
+// printer writes lines of several containers, each after the container's name.
+type printer struct {
 	stdout, stderr io.Writer
+	several        bool // there are several pods: the pod's name is before the container's
 
 	mu sync.Mutex // serializes lines
 }
 
-func (p *prefixer) print(container string, r crilog.Record) error {
+func (p *printer) print(container string, r crilog.Record) error {
 	line := make([]byte, 0, len(container)+len(r.Content)+4)
 	line = append(line, '[')
 	line = append(line, container...)
@@ -44,7 +45,10 @@ func (e *outputError) Error() string { return "write output: " + e.err.Error() }
 func (e *outputError) Unwrap() error { return e.err }
 
 // follow prints a container's log until the container has exited or ctx ends.
-func (p *prefixer) follow(ctx context.Context, container, path string, exited <-chan struct{}) error {
+func (p *printer) follow(ctx context.Context, pod, container, path string, exited <-chan struct{}) error {
+	if p.several {
+		container = pod + "/" + container
+	}
 	err := crilog.Read(
 		ctx,
 		path,
@@ -60,6 +64,6 @@ func (p *prefixer) follow(ctx context.Context, container, path string, exited <-
 	return err
 }
 
-func (r *podRun) logPath(a *attempt) string {
-	return filepath.Join(r.plan.LogDir, podyaml.LogPath(a.container.Name, a.number))
+func (r *podRun) logPath(c podyaml.Container) string {
+	return filepath.Join(r.plan.LogDir, podyaml.LogPath(c.Name))
 }

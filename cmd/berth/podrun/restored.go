@@ -64,8 +64,8 @@ func (r *Restored) WriteHosts(hostname string, podIPs []string, hostNetwork bool
 	plan.Pod.Spec.Hostname, plan.Pod.Spec.HostNetwork = hostname, hostNetwork
 	if hostNetwork {
 		var err error
-		if plan.Host.EtcHosts, err = os.ReadFile("/etc/hosts"); err != nil && !errors.Is(err, os.ErrNotExist) {
-			return fmt.Errorf("read the node's hosts file: %w", err)
+		if plan.Host.EtcHosts, err = hostsFileOfNode(); err != nil {
+			return err
 		}
 	}
 	return r.files.writeHosts(plan.EtcHosts(podIPs))

@@ -1,15 +1,15 @@
-// Package podrun runs Kubernetes manifests through a CRI socket in place of kubelet and the
-// workload controllers. It creates a pod's files, pulls its images, runs its init containers,
-// supervises and probes its containers, and removes everything at the end.
+// Package podrun runs a file of Pods through a CRI socket. It makes a pod's files, pulls its
+// images, runs its init containers and its containers, and removes everything at the end. Nothing
+// restarts or probes the containers: that needs a kubelet.
 //
 // # Contract
 //
-// Run owns what it creates. In all cases, also after an interrupt, it returns with the pod and its
-// files removed, or with an error that names the remains. Only a detached pod stays, until Stop and
-// RemoveFiles. The data of persistent volume claims stays, until RemoveClaims.
+// Run owns what it creates. In all cases, also after an interrupt, it returns with the pods and
+// their files removed, or with an error that names the remains. Only detached pods stay, until
+// Stop and RemoveFiles.
 //
-// A run's objects are found by its uid: the sandbox has it in its metadata, and the files are in
-// the directory of that name.
+// A pod's files are found by its uid: the sandbox has it in its metadata, and the files are in the
+// directory of that name.
 package podrun
 
 import (
@@ -30,7 +30,7 @@ import (
 	"berth/internal/cleanup"
 )
 
-// Config describes how to run a pod.
+// Config describes how to run pods.
 type Config struct {
 	Dir          string            // parent directory of pods' files
 	LogDir       string            // directory of the logs, which stay; empty: logs are part of the pod's files
@@ -39,29 +39,16 @@ type Config struct {
 	Detach       bool              // return once the containers run
 	Pull         corev1.PullPolicy // instead of the manifest's policies; empty: those
 	Host         podyaml.Host
-	Objects      *podyaml.Objects // ConfigMaps, Secrets and claims of the manifest
 
 	Stdout, Stderr io.Writer                        // the containers' output, line by line
 	Report         func(format string, args ...any) // reports events, one line each
-
-	Backoff Backoff // delay before a container's next attempt
-
-	several  bool          // several pods write to Stdout and Stderr
-	failures *failureLimit // limit of restarts after a failure; nil: none
 }
-
-// Backoff is the delay before the next attempt of a container: First, then doubled up to Most. It
-// is First again after an attempt that ran for Reset.
-type Backoff struct{ First, Most, Reset time.Duration }
-
-// KubeletBackoff is kubelet's backoff.
-var KubeletBackoff = Backoff{First: 10 * time.Second, Most: 5 * time.Minute, Reset: 10 * time.Minute}
 
 // callTimeout bounds calls that create something, as in kubelet.
 const callTimeout = 4 * time.Minute
 
-// ContainerFailed is the error of a run with a container that exited for good with a code other
-// than 0. The first such container counts.
+// ContainerFailed is the error of a run with a container that exited with a code other than 0. The
+// first such container counts.
 type ContainerFailed struct {
 	Container string
 	Code      int
@@ -75,86 +62,142 @@ func (e *ContainerFailed) Error() string {
 	return fmt.Sprintf("container %s exited with code %d", e.Container, e.Code)
 }
 
-// Result identifies the pod of a run.
-type Result struct{ PodID, UID string }
-
 // podRun is one run of a pod.
 type podRun struct {
 	client *client.Client
 	plan   *podyaml.Plan
 	config Config
-	files  *files
-	out    *prefixer
+	out    *printer
+	undo   *cleanup.List
 
 	// life ends with the run, or when the user demands an immediate end. It is the context of the
-	// run's calls and goroutines.
-	life context.Context
-	end  context.CancelFunc // cancels life
-	// abort ends the run with an error. Any goroutine may call it.
-	abort context.CancelCauseFunc
+	// run's calls and goroutines. end cancels it.
+	life  context.Context
+	end   context.CancelFunc
+	abort context.CancelCauseFunc // ends all runs with an error; any goroutine may call it
 
-	health  *health
+	files   *files
 	images  map[imageKey]*runtimeapi.Image
 	podID   string
 	sandbox *runtimeapi.PodSandboxConfig
-	podIPs  []string
+	waits   sync.WaitGroup  // goroutines that follow containers
+	ended   []chan struct{} // closed by these goroutines
 
-	tasks sync.WaitGroup // goroutines that supervise containers other than sidecars
-	sides sync.WaitGroup // goroutines that supervise sidecars
-	waits sync.WaitGroup // goroutines that wait for the end of attempts
-
-	mu       sync.Mutex // guards the following fields
-	attempts []*attempt // attempts that may be running
-	failed   *ContainerFailed
+	mu     sync.Mutex // guards failed
+	failed *ContainerFailed
 }
 
-// Run runs the pod. When ctx ends it stops the containers within their grace period. When the
-// context now ends, it kills them at once. The error is the cause of ctx's end, a *ContainerFailed,
-// or the failure of a step.
-func Run(ctx, now context.Context, c *client.Client, pod *corev1.Pod, config Config) (result Result, err error) {
-	uid := newUID()
+// Run runs the pods of a manifest at the same time. When ctx ends it stops the containers within
+// their grace period. When the context now ends, it kills them at once. A container that fails does
+// not stop the other pods; an error that prevents a pod from running does. The error is the first
+// one: the cause of ctx's end, a *ContainerFailed, or the failure of a step. The result has the IDs
+// of detached pods.
+func Run(ctx, now context.Context, c *client.Client, m *podyaml.Manifest, config Config) (ids []string, err error) {
 	ctx, abort := context.WithCancelCause(ctx)
 	defer abort(nil)
-	life, end := context.WithCancel(now)
-	defer end()
-	if d := pod.Spec.ActiveDeadlineSeconds; d != nil && !config.Detach {
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithTimeoutCause(ctx, time.Duration(*d)*time.Second,
-			fmt.Errorf("pod %s: activeDeadlineSeconds: it ran for %d s", pod.Name, *d))
-		defer cancel()
+	out := &printer{stdout: config.Stdout, stderr: config.Stderr}
+	var runs []*podRun
+	var group sync.WaitGroup
+	failed := &firstError{}
+	for _, pod := range m.Pods {
+		r := &podRun{client: c, config: config, out: out, abort: abort, undo: cleanup.New(), images: map[imageKey]*runtimeapi.Image{}}
+		r.plan = &podyaml.Plan{Pod: pod, UID: newUID(), Host: config.Host, Objects: m.Objects, CgroupParent: config.CgroupParent}
+		r.out.several = len(m.Pods) > 1
+		r.life, r.end = context.WithCancel(now)
+		defer r.end()
+		runs = append(runs, r)
+		group.Go(func() {
+			err := r.run(ctx, now)
+			failed.set(err)
+			var container *ContainerFailed
+			if err != nil && !errors.As(err, &container) {
+				abort(err)
+			}
+		})
 	}
-	r := &podRun{
-		client: c, config: config, life: life, end: end, abort: abort,
-		images: map[imageKey]*runtimeapi.Image{}, out: &prefixer{stdout: config.Stdout, stderr: config.Stderr},
+	group.Wait()
+	err = failed.get()
+	for _, r := range runs {
+		if err != nil {
+			r.undo.Run(&err) // it is empty unless the pod is detached
+		}
+		r.undo.Release()
+		ids = append(ids, r.podID)
 	}
-	undo := cleanup.New()
-	defer undo.Run(&err)
+	if err != nil || !config.Detach {
+		ids = nil
+	}
+	return ids, err
+}
 
-	if r.files, err = makeFiles(config.Dir, uid, pod); err != nil {
-		return Result{}, err
+// run runs one pod. It leaves the undo list of a detached pod that runs.
+func (r *podRun) run(ctx, now context.Context) (err error) {
+	defer func() {
+		if err != nil || !r.config.Detach {
+			r.undo.Run(&err)
+		}
+	}()
+	if err := r.start(ctx, now); err != nil {
+		return interruptedOr(ctx, err)
 	}
-	undo.Add("remove the files of the pod", r.files.remove)
-	if err := r.makePlan(ctx, pod, uid); err != nil {
-		return Result{}, err
+	if r.config.Detach {
+		return nil
 	}
-	if err := r.files.makeVolumes(r.plan); err != nil {
-		return Result{}, err
+	return r.wait(ctx)
+}
+
+// start starts the pod and its containers.
+func (r *podRun) start(ctx, now context.Context) (err error) {
+	pod := r.plan.Pod
+	if r.files, err = makeFiles(r.config.Dir, r.plan.UID, pod); err != nil {
+		return err
+	}
+	r.undo.Add("remove the files of the pod", r.files.remove)
+	if r.plan.LogDir, err = r.files.makeLogDir(r.config.LogDir); err != nil {
+		return err
+	}
+	if err := r.files.makeVolumes(); err != nil {
+		return err
 	}
 	if err := r.pullImages(ctx); err != nil {
-		return Result{}, interruptedOr(ctx, err)
+		return err
 	}
-	undo.Add("remove the pod", r.removePod)
+	r.undo.Add("remove the pod", r.removePod)
 	if err := r.startSandbox(); err != nil {
-		return Result{}, err
+		return err
 	}
-	undo.Add("stop the containers", func() error { return r.stopAll(now) })
-	if err := r.runContainers(ctx); err != nil {
-		return Result{}, interruptedOr(ctx, err)
+	r.undo.Add("stop the containers", func() error { return r.stop(now) })
+	for _, c := range r.plan.Containers() {
+		if err := r.startContainer(ctx, c); err != nil {
+			return err
+		}
 	}
-	if config.Detach {
-		undo.Release()
+	return nil
+}
+
+// wait waits until the containers have exited and their output is printed, or ctx ends.
+func (r *podRun) wait(ctx context.Context) error {
+	for _, ended := range r.ended {
+		select {
+		case <-ended:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
 	}
-	return Result{PodID: r.podID, UID: uid}, nil
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return r.failure()
+}
+
+// failure returns the first container that failed, or nil.
+func (r *podRun) failure() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.failed == nil {
+		return nil
+	}
+	return r.failed
 }
 
 // newUID returns a random UUID (version 4), like the API server's.
@@ -173,70 +216,121 @@ func interruptedOr(ctx context.Context, err error) error {
 	return err
 }
 
-func (r *podRun) makePlan(ctx context.Context, pod *corev1.Pod, uid string) error {
-	logs, err := r.files.makeLogDir(r.config.LogDir)
-	if err != nil {
-		return err
-	}
-	r.plan = &podyaml.Plan{
-		Pod: pod, UID: uid, Host: r.config.Host, Objects: r.config.Objects,
-		LogDir: logs, CgroupParent: r.config.CgroupParent,
-	}
-	r.health = newHealth(r.plan.Containers())
-	if podyaml.WantsUserNamespace(pod) {
-		r.plan.FirstHostID, err = r.chooseHostIDs(ctx)
-	}
-	return err
-}
-
 // startSandbox runs the pod sandbox. An interrupt does not cancel the call, because it is short,
 // and after a cancelled call the sandbox may or may not exist.
 func (r *podRun) startSandbox() error {
 	ctx, cancel := context.WithTimeout(r.life, callTimeout)
 	defer cancel()
 	r.sandbox = r.plan.Sandbox()
-	reply, err := r.client.RunPodSandbox(ctx, &runtimeapi.RunPodSandboxRequest{
-		Config: r.sandbox, RuntimeHandler: r.config.Handler,
-	})
+	reply, err := r.client.RunPodSandbox(ctx, &runtimeapi.RunPodSandboxRequest{Config: r.sandbox, RuntimeHandler: r.config.Handler})
 	if err != nil {
-		return fmt.Errorf("run pod %s: %w", r.plan.Pod.Name, explainPorts(ctx, r.client, err))
+		return fmt.Errorf("run pod %s: %w", r.plan.Pod.Name, err)
 	}
 	r.podID = reply.GetPodSandboxId()
 	status, err := r.client.PodState(ctx, r.podID)
 	if err != nil {
 		return err
 	}
-	r.podIPs = client.PodIPs(status)
-	where := "IP " + strings.Join(r.podIPs, ", ")
+	ips := client.PodIPs(status)
+	where := "IP " + strings.Join(ips, ", ")
 	if r.plan.Pod.Spec.HostNetwork {
-		r.podIPs = r.plan.Host.IPs
 		where = "on the host's network"
 	}
 	r.config.Report("pod %s has ID %s, %s", r.plan.Pod.Name, client.ShortID(r.podID), where)
-	return r.files.writeHosts(r.plan.EtcHosts(r.podIPs))
+	return r.files.writeHosts(r.plan.EtcHosts(ips))
 }
 
-// removePod stops and removes the sandbox and all its containers. If RunPodSandbox returned no ID,
-// it looks for the sandbox by its uid.
-func (r *podRun) removePod() error {
-	ctx := context.WithoutCancel(r.life)
-	id := r.podID
-	if id == "" {
-		pods, err := r.client.Pods(ctx)
-		if err != nil {
-			return err
-		}
-		for _, pod := range pods {
-			if pod.GetMetadata().GetUid() == r.plan.UID {
-				id = pod.GetId()
-			}
-		}
+// startContainer starts one container and follows it. It waits for the end of an init container.
+func (r *podRun) startContainer(ctx context.Context, c podyaml.Container) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
 	}
-	if id == "" {
+	id, err := r.create(c)
+	if err != nil {
+		return client.Explain("create container "+c.Name, err)
+	}
+	if _, err := r.client.StartContainer(r.life, &runtimeapi.StartContainerRequest{ContainerId: id}); err != nil {
+		return client.Explain("start container "+c.Name, err)
+	}
+	if r.config.Detach && !c.Init {
 		return nil
 	}
-	if err := r.client.StopPod(ctx, id); err != nil {
-		return err
+	ended := make(chan struct{})
+	r.ended = append(r.ended, ended)
+	r.waits.Go(func() {
+		defer close(ended)
+		r.follow(c, id)
+	})
+	if !c.Init {
+		return nil
 	}
-	return r.client.RemovePod(ctx, id)
+	return r.wait(ctx)
+}
+
+// create creates the container from its part of the manifest.
+func (r *podRun) create(c podyaml.Container) (string, error) {
+	if err := r.files.makeContainerLogDir(r.plan.LogDir, c.Name); err != nil {
+		return "", err
+	}
+	config, err := r.plan.Container(c, podyaml.Run{
+		Image: r.images[keyOf(c)], EtcHosts: r.files.hosts(), VolumeDir: r.files.volumeDir,
+	})
+	if err != nil {
+		return "", err
+	}
+	ctx, cancel := context.WithTimeout(r.life, callTimeout)
+	defer cancel()
+	reply, err := r.client.CreateContainer(ctx, &runtimeapi.CreateContainerRequest{
+		PodSandboxId: r.podID, Config: config, SandboxConfig: r.sandbox,
+	})
+	return reply.GetContainerId(), err
+}
+
+// follow waits for the end of a container and prints its log meanwhile. It reports an error of
+// reading the log and continues, but an error of writing the output ends the run.
+func (r *podRun) follow(c podyaml.Container, id string) {
+	exited := make(chan struct{})
+	var reading sync.WaitGroup
+	reading.Go(func() {
+		err := r.out.follow(r.life, r.plan.Pod.Name, c.Name, r.logPath(c), exited)
+		var unwritten *outputError
+		if errors.As(err, &unwritten) {
+			r.abort(err)
+		} else if err != nil {
+			r.config.Report("[%s] %v", c.Name, err)
+		}
+	})
+	status, err := r.client.WaitContainer(r.life, id)
+	close(exited)
+	reading.Wait()
+	switch code := int(status.GetExitCode()); {
+	case err != nil:
+		r.abort(err)
+	case code != 0:
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if r.failed == nil {
+			r.failed = &ContainerFailed{Container: c.Name, Code: code, Reason: status.GetReason()}
+		}
+	}
+}
+
+// firstError keeps the first error that is not nil.
+type firstError struct {
+	mu  sync.Mutex // guards err
+	err error
+}
+
+func (f *firstError) set(err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.err == nil {
+		f.err = err
+	}
+}
+
+func (f *firstError) get() error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.err
 }

@@ -11,7 +11,6 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
@@ -51,20 +50,24 @@ func newBench(t *testing.T, s *fakecri.Server) *bench {
 	b := &bench{Server: s, t: t, client: c}
 	b.config = Config{
 		Dir: t.TempDir(), Stdout: &b.stdout, Stderr: &b.stderr,
-		Report:  func(format string, args ...any) { fmt.Fprintf(&b.reports, format+"\n", args...) },
-		Backoff: Backoff{First: time.Millisecond, Most: 4 * time.Millisecond, Reset: time.Hour},
+		Report: func(format string, args ...any) { fmt.Fprintf(&b.reports, format+"\n", args...) },
 	}
 	return b
 }
 
 // run runs a manifest with the given spec, whose lines are not indented.
-func (b *bench) run(ctx, now context.Context, spec string) (Result, error) {
+func (b *bench) run(ctx, now context.Context, spec string) ([]string, error) {
 	b.t.Helper()
-	m, err := podyaml.Parse([]byte(manifest(spec)), podyaml.Mode{Detached: b.config.Detach})
+	return b.runFile(ctx, now, manifest(spec))
+}
+
+func (b *bench) runFile(ctx, now context.Context, text string) ([]string, error) {
+	b.t.Helper()
+	m, err := podyaml.Parse([]byte(text))
 	if err != nil {
 		b.t.Fatal(err)
 	}
-	return Run(ctx, now, b.client, m.Workloads[0].Pod, b.config)
+	return Run(ctx, now, b.client, m, b.config)
 }
 
 func manifest(spec string) string {
@@ -115,32 +118,22 @@ func TestRunStartsAndStopsInOrder(t *testing.T) {
 		"two":     {Exits: []int32{0}, Output: []string{"stdout second"}},
 	}})
 	_, err := b.run(t.Context(), t.Context(), `
-restartPolicy: Never
 terminationGracePeriodSeconds: 7
 initContainers:
 - `+container("prepare")+`
-- {name: helper, image: "`+image+`", restartPolicy: Always}
 containers:
 - `+container("one")+`
 - `+container("two"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	calls := b.Calls()
-	stops := calls[len(calls)-6:]
-	slices.Sort(stops[:3]) // containers other than sidecars stop in parallel
-	want := []string{
-		"PullImage " + image, "RunPodSandbox web",
+	b.checkCalls(
+		"PullImage "+image, "RunPodSandbox web",
 		"CreateContainer prepare/0", "StartContainer prepare/0",
-		"CreateContainer helper/0", "StartContainer helper/0",
 		"CreateContainer one/0", "StartContainer one/0",
 		"CreateContainer two/0", "StartContainer two/0",
-		"StopContainer one/0 7", "StopContainer prepare/0 7", "StopContainer two/0 7", "StopContainer helper/0 7",
-		"StopPodSandbox", "RemovePodSandbox",
-	}
-	if !slices.EqualFunc(calls, want, sameCall) {
-		t.Errorf("calls:\n%s\nwant:\n%s", strings.Join(calls, "\n"), strings.Join(want, "\n"))
-	}
+		"StopPodSandbox", "StopPodSandbox", "RemovePodSandbox",
+	)
 	for _, line := range []string{"[prepare] preparing\n", "[one] first\n", "[two] second\n"} {
 		if !strings.Contains(b.stdout.String(), line) {
 			t.Errorf("stdout %q lacks %q", b.stdout.String(), line)
@@ -178,39 +171,33 @@ func TestRunFailsWithInitContainer(t *testing.T) {
 	b.checkNothingLeft()
 }
 
-func TestRunRetriesInitContainer(t *testing.T) {
+// Pods of one file run at the same time. A failed container does not stop the other pod.
+func TestRunSeveralPods(t *testing.T) {
 	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{
-		"init": {Exits: []int32{1, 1, 0}, Output: []string{"stdout trying"}}, "main": {Exits: []int32{0}},
+		"bad": {Exits: []int32{4}}, "good": {Exits: []int32{0}, Output: []string{"stdout fine"}},
 	}})
-	_, err := b.run(t.Context(), t.Context(),
-		"restartPolicy: OnFailure\ninitContainers: ["+container("init")+"]\ncontainers: ["+container("main")+"]")
-	if err != nil {
-		t.Fatal(err)
+	text := strings.Replace(manifest("containers: ["+container("bad")+"]"), "name: web", "name: first", 1) + "---\n" +
+		manifest("containers: ["+container("good")+"]")
+	_, err := b.runFile(t.Context(), t.Context(), text)
+	var failed *ContainerFailed
+	if !errors.As(err, &failed) || failed.Code != 4 {
+		t.Errorf("error %v, want exit code 4", err)
 	}
-	if got := strings.Count(b.stdout.String(), "[init] trying\n"); got != 3 {
-		t.Errorf("init wrote %d lines, want 3, one for each attempt", got)
-	}
-	if got := b.reports.String(); !strings.Contains(got, "exited with code 1, restarting in 1ms") || !strings.Contains(got, "in 2ms") {
-		t.Errorf("reports %q do not show the growing delay", got)
+	if got := b.stdout.String(); got != "[web/good] fine\n" {
+		t.Errorf("stdout %q", got)
 	}
 	b.checkNothingLeft()
 }
 
-func TestRunRestartsAlwaysUntilInterrupted(t *testing.T) {
-	interrupt := errors.New("Ctrl-C")
-	ctx, stop := context.WithCancelCause(t.Context())
-	b := newBench(t, &fakecri.Server{
-		Programs: map[string]fakecri.Program{"main": {Exits: []int32{0, 5, 0}}},
-		Hook: func(_ context.Context, call string) error {
-			if call == "StartContainer main/3" {
-				stop(interrupt)
-			}
-			return nil
-		},
-	})
-	_, err := b.run(ctx, t.Context(), "containers: ["+container("main")+"]")
-	if !errors.Is(err, interrupt) {
-		t.Errorf("error %v, want the interrupt", err)
+// If one of several detached pods cannot run, none stays.
+func TestDetachedPodsStayTogether(t *testing.T) {
+	b := newBench(t, &fakecri.Server{Hook: failAt("StartContainer bad/0", codes.Internal, "out of luck")})
+	b.config.Detach = true
+	text := strings.Replace(manifest("containers: ["+container("bad")+"]"), "name: web", "name: first", 1) + "---\n" +
+		manifest("containers: ["+container("good")+"]")
+	ids, err := b.runFile(t.Context(), t.Context(), text)
+	if err == nil || !strings.Contains(err.Error(), "out of luck") || len(ids) > 0 {
+		t.Errorf("%q, %v", ids, err)
 	}
 	b.checkNothingLeft()
 }
@@ -318,13 +305,6 @@ func TestRunFailuresLeaveNothing(t *testing.T) {
 		{"create refused", fakecri.Server{Hook: failAt("CreateContainer main/0", codes.InvalidArgument, "no such user")}, one, "create container main: invalid request: no such user"},
 		{"command not found", fakecri.Server{Programs: map[string]fakecri.Program{
 			"main": {StartErr: status.Error(codes.InvalidArgument, "exec: \"nope\": not found")}}}, one, "start container main"},
-		{"restart refused", fakecri.Server{
-			Programs: map[string]fakecri.Program{"main": {Exits: []int32{1}}},
-			Hook:     failAt("StartContainer main/1", codes.Internal, "out of luck"),
-		}, "containers: [" + container("main") + "]", "out of luck"},
-		{"postStart hook", fakecri.Server{ExecCode: 4},
-			"containers: [{name: main, image: '" + image + "', lifecycle: {postStart: {exec: {command: [check, it]}}}}]",
-			"postStart hook of container main: command exited with code 4: it"},
 		{"runs as root", fakecri.Server{},
 			"securityContext: {runAsNonRoot: true}\ncontainers: [" + container("main") + "]", "the image runs as root"},
 		{"hostPath", fakecri.Server{}, "volumes: [{name: v, hostPath: {path: /nowhere/at/all}}]\ncontainers: [" + container("main") + "]",
@@ -352,62 +332,26 @@ func failAt(call string, code codes.Code, message string) func(context.Context, 
 	}
 }
 
-func TestRunSidecarsStopLast(t *testing.T) {
-	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{"main": {Exits: []int32{0}}}})
-	sidecar := func(name string) string {
-		return fmt.Sprintf("{name: %s, image: %q, restartPolicy: Always}", name, image)
-	}
-	_, err := b.run(t.Context(), t.Context(), "restartPolicy: Never\nterminationGracePeriodSeconds: 0\n"+
-		"initContainers: ["+sidecar("s1")+", "+sidecar("s2")+"]\ncontainers: ["+container("main")+"]")
-	if err != nil {
-		t.Fatal(err)
-	}
-	calls := b.Calls()
-	want := []string{"StopContainer main/0 0", "StopContainer s2/0 2", "StopContainer s1/0 2", "StopPodSandbox", "RemovePodSandbox"}
-	if got := calls[len(calls)-len(want):]; !slices.EqualFunc(got, want, sameCall) {
-		t.Errorf("end of the calls %q, want %q", got, want)
-	}
-	b.checkNothingLeft()
-}
-
-func TestRunExecutesHooks(t *testing.T) {
-	ctx, stop := context.WithCancel(t.Context())
-	b := newBench(t, &fakecri.Server{Hook: func(_ context.Context, call string) error {
-		if strings.HasPrefix(call, "ExecSync main/0 warm") {
-			stop()
-		}
-		return nil
-	}})
-	_, err := b.run(ctx, t.Context(), "containers: [{name: main, image: '"+image+"', lifecycle: {"+
-		"postStart: {exec: {command: [warm, up]}}, preStop: {exec: {command: [cool, down]}}}}]")
-	if !errors.Is(err, context.Canceled) {
-		t.Errorf("error %v", err)
-	}
-	b.checkCalls("PullImage "+image, "RunPodSandbox web", "CreateContainer main/0", "StartContainer main/0",
-		"ExecSync main/0 warm up", "ExecSync main/0 cool down", "StopContainer main/0 30", "StopPodSandbox", "RemovePodSandbox")
-}
-
-func TestDetachedPodIsStoppedByItsManifest(t *testing.T) {
+func TestDetachedPodIsStoppedWithItsGrace(t *testing.T) {
 	b := newBench(t, &fakecri.Server{})
 	b.config.Detach = true
-	result, err := b.run(t.Context(), t.Context(), "terminationGracePeriodSeconds: 11\ncontainers: [{name: main, image: '"+image+
-		"', lifecycle: {preStop: {exec: {command: [bye]}}}}]")
+	ids, err := b.run(t.Context(), t.Context(), "terminationGracePeriodSeconds: 11\ncontainers: ["+container("main")+"]")
 	if err != nil {
 		t.Fatal(err)
 	}
-	pod, err := b.client.FindPod(t.Context(), result.PodID)
+	pod, err := b.client.FindPod(t.Context(), ids[0])
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := Stop(t.Context(), b.client, pod, b.config.Dir, -1); err != nil {
+	if err := Stop(t.Context(), b.client, pod.GetId()); err != nil {
 		t.Fatal(err)
 	}
 	b.checkCalls("PullImage "+image, "RunPodSandbox web", "CreateContainer main/0", "StartContainer main/0",
-		"ExecSync main/0 bye", "StopContainer main/0 11", "StopPodSandbox")
+		"StopContainer main/0 11", "StopPodSandbox")
 	if err := b.client.RemovePod(t.Context(), pod.GetId()); err != nil {
 		t.Fatal(err)
 	}
-	if err := RemoveFiles(b.config.Dir, result.UID); err != nil {
+	if err := RemoveFiles(b.config.Dir, pod.GetMetadata().GetUid()); err != nil {
 		t.Fatal(err)
 	}
 	b.checkNothingLeft()

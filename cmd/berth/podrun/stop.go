@@ -1,53 +1,81 @@
 package podrun
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"strconv"
 	"sync"
 	"time"
 
-	corev1 "k8s.io/api/core/v1"
+	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cmd/berth/client"
 	"berth/cmd/berth/podyaml"
+	"berth/internal/errdefs"
 )
 
-// leastGrace is the minimum grace period of a sidecar after the others have used up the pod's, as
-// in kubelet.
-const leastGrace = 2 * time.Second
+// defaultGrace is the grace period of containers that do not state their pod's.
+const defaultGrace = 30 * time.Second
 
 // drainTime bounds the wait for the last output of stopped containers.
 const drainTime = 10 * time.Second
 
-// running is a container to stop. Its manifest is empty if unknown.
-type running struct {
-	id        string
-	container podyaml.Container
-}
-
-// stopper stops the containers of a pod in the right order.
-type stopper struct {
-	client   *client.Client
-	hooks    hooks
-	now      context.Context // its end is the end of the grace period
-	deadline time.Time
-}
-
-// stopAll stops the run's containers and waits until their last output is printed.
-func (r *podRun) stopAll(now context.Context) error {
-	r.abort(nil) // no container is started again
-	r.tasks.Wait()
-	r.sides.Wait()
-	r.mu.Lock()
-	var list []running
-	for _, a := range r.attempts {
-		list = append(list, running{a.id, a.container})
+// Stop stops the containers of a pod at the same time, within the pod's grace period, and then the
+// pod. At the end of ctx it kills them at once. Containers of Run and of kubelet state the grace
+// period; it is 30 seconds for others.
+func Stop(ctx context.Context, c *client.Client, podID string) error {
+	containers, err := c.ContainersOf(context.WithoutCancel(ctx), podID)
+	if err != nil {
+		return fmt.Errorf("containers of pod %s: %w", client.ShortID(podID), err)
 	}
-	r.mu.Unlock()
-	err := newStopper(now, r.client, grace(r.plan.Pod), r.hooks()).stop(list)
+	errs := make([]error, len(containers))
+	var group sync.WaitGroup
+	for i, container := range containers {
+		if container.GetState() == runtimeapi.ContainerState_CONTAINER_RUNNING {
+			group.Go(func() { errs[i] = stopOne(ctx, c, container) })
+		}
+	}
+	group.Wait()
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	return c.StopPod(context.WithoutCancel(ctx), podID)
+}
+
+// stopOne stops a container within its grace period, and kills it if ctx ends.
+func stopOne(ctx context.Context, c *client.Client, container *runtimeapi.Container) error {
+	err := c.Stop(ctx, container.GetId(), graceOf(container))
+	if err != nil && ctx.Err() != nil {
+		err = c.Stop(context.WithoutCancel(ctx), container.GetId(), 0)
+	}
+	if errdefs.Code(err) == codes.NotFound {
+		return nil
+	}
+	return err
+}
+
+func graceOf(container *runtimeapi.Container) time.Duration {
+	n, err := strconv.ParseUint(container.GetAnnotations()[podyaml.AnnotationGrace], 10, 31)
+	if err != nil {
+		return defaultGrace
+	}
+	return time.Duration(n) * time.Second
+}
+
+// GracePeriod returns the longest grace period of a manifest's pods.
+func GracePeriod(m *podyaml.Manifest) time.Duration {
+	var longest int64
+	for _, pod := range m.Pods {
+		longest = max(longest, *pod.Spec.TerminationGracePeriodSeconds)
+	}
+	return time.Duration(longest) * time.Second
+}
+
+// stop stops the run's pod and waits until the last output of its containers is printed.
+func (r *podRun) stop(now context.Context) error {
+	err := Stop(now, r.client, r.podID)
 	if err != nil {
 		r.end() // do not wait for a container that could not be stopped
 	}
@@ -57,72 +85,27 @@ func (r *podRun) stopAll(now context.Context) error {
 	return err
 }
 
-func grace(pod *corev1.Pod) time.Duration {
-	return time.Duration(*pod.Spec.TerminationGracePeriodSeconds) * time.Second
-}
-
-func newStopper(now context.Context, c *client.Client, grace time.Duration, h hooks) *stopper {
-	return &stopper{client: c, hooks: h, now: now, deadline: time.Now().Add(grace)}
-}
-
-// stop stops the containers in parallel, and then the sidecars one by one, the last started first
-// (KEP-753).
-func (s *stopper) stop(list []running) error {
-	var mu sync.Mutex
-	var errs []error
-	var group sync.WaitGroup
-	for _, c := range list {
-		if c.container.Sidecar() {
-			continue
+// removePod stops and removes the sandbox and all its containers. If RunPodSandbox returned no ID,
+// it looks for the sandbox by its uid.
+func (r *podRun) removePod() error {
+	ctx := context.WithoutCancel(r.life)
+	id := r.podID
+	if id == "" {
+		pods, err := r.client.Pods(ctx)
+		if err != nil {
+			return err
 		}
-		group.Go(func() {
-			err := s.stopOne(c, time.Until(s.deadline))
-			mu.Lock()
-			defer mu.Unlock()
-			errs = append(errs, err)
-		})
-	}
-	group.Wait()
-	for i := len(list) - 1; i >= 0; i-- {
-		if list[i].container.Sidecar() {
-			errs = append(errs, s.stopOne(list[i], max(time.Until(s.deadline), leastGrace)))
+		for _, pod := range pods {
+			if pod.GetMetadata().GetUid() == r.plan.UID {
+				id = pod.GetId()
+			}
 		}
 	}
-	return errors.Join(errs...)
-}
-
-// stopOne runs the container's preStop hook and stops it, both within grace. It kills the container
-// if now ends meanwhile.
-func (s *stopper) stopOne(c running, grace time.Duration) error {
-	end := time.Now().Add(grace)
-	err := s.preStop(c, grace)
-	stopErr := s.client.Stop(s.now, c.id, max(time.Until(end), 0))
-	if stopErr != nil && s.now.Err() != nil {
-		stopErr = s.client.Stop(context.WithoutCancel(s.now), c.id, 0)
-	}
-	if gone(stopErr) {
+	if id == "" {
 		return nil
 	}
-	return errors.Join(err, stopErr)
-}
-
-// preStop runs the hook of a running container.
-func (s *stopper) preStop(c running, grace time.Duration) error {
-	if c.container.Container == nil || c.container.Lifecycle == nil || c.container.Lifecycle.PreStop == nil || grace <= 0 {
-		return nil
+	if err := r.client.StopPod(ctx, id); err != nil {
+		return err
 	}
-	status, err := s.client.ContainerState(s.now, c.id)
-	if err != nil || status.GetState() != runtimeapi.ContainerState_CONTAINER_RUNNING {
-		return nil // stopping it will report the problem
-	}
-	err = s.hooks.run(s.now, c, c.container.Lifecycle.PreStop, grace)
-	if err != nil && s.now.Err() == nil {
-		return fmt.Errorf("preStop hook of container %s: %w", c.container.Name, err)
-	}
-	return nil
-}
-
-func lastLine(text []byte) []byte {
-	text = bytes.TrimSpace(text)
-	return text[bytes.LastIndexByte(text, '\n')+1:]
+	return r.client.RemovePod(ctx, id)
 }

@@ -9,20 +9,14 @@ import (
 
 const defaultGrace = 30 // seconds, DefaultTerminationGracePeriodSeconds
 
-// setDefaults sets the API server's defaults.
+// setDefaults sets the API server's defaults, except that of restartPolicy.
 func setDefaults(pod *corev1.Pod) {
 	spec := &pod.Spec
 	setIfZero(&pod.Namespace, corev1.NamespaceDefault)
-	setIfZero(&spec.RestartPolicy, corev1.RestartPolicyAlways)
-	setIfZero(&spec.DNSPolicy, corev1.DNSDefault)
+	setIfZero(&spec.RestartPolicy, corev1.RestartPolicyNever) // the API server's is Always
 	if spec.TerminationGracePeriodSeconds == nil {
 		spec.TerminationGracePeriodSeconds = new(int64)
 		*spec.TerminationGracePeriodSeconds = defaultGrace
-	}
-	for i := range spec.Volumes {
-		if image := spec.Volumes[i].Image; image != nil {
-			setIfZero(&image.PullPolicy, defaultPullPolicy(image.Reference))
-		}
 	}
 	for _, c := range containers(pod) {
 		setContainerDefaults(c.Container, spec.HostNetwork)
@@ -30,9 +24,6 @@ func setDefaults(pod *corev1.Pod) {
 }
 
 func setContainerDefaults(c *corev1.Container, hostNetwork bool) {
-	for _, probe := range []*corev1.Probe{c.StartupProbe, c.LivenessProbe, c.ReadinessProbe} {
-		setProbeDefaults(probe)
-	}
 	setIfZero(&c.ImagePullPolicy, defaultPullPolicy(c.Image))
 	for i := range c.Ports {
 		setIfZero(&c.Ports[i].Protocol, corev1.ProtocolTCP)
@@ -49,17 +40,6 @@ func setContainerDefaults(c *corev1.Container, hostNetwork bool) {
 		}
 		c.Resources.Requests[name] = limit.DeepCopy()
 	}
-}
-
-func setProbeDefaults(probe *corev1.Probe) {
-	const timeout, period, successes, failures = 1, 10, 1, 3
-	if probe == nil {
-		return
-	}
-	setIfZero(&probe.TimeoutSeconds, timeout)
-	setIfZero(&probe.PeriodSeconds, period)
-	setIfZero(&probe.SuccessThreshold, successes)
-	setIfZero(&probe.FailureThreshold, failures)
 }
 
 // defaultPullPolicy returns Always for the tag latest, written or implied, else IfNotPresent.
@@ -98,5 +78,10 @@ func containers(pod *corev1.Pod) []Container {
 	return all
 }
 
-// Sidecar reports whether c is an init container that runs beside the other containers (KEP-753).
-func (c Container) Sidecar() bool { return c.Init && isSidecar(c.Container) }
+func value[T any](p *T) T {
+	var zero T
+	if p == nil {
+		return zero
+	}
+	return *p
+}

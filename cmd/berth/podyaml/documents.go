@@ -16,17 +16,14 @@ import (
 	goyaml "sigs.k8s.io/yaml/goyaml.v2"
 )
 
-// object is one Kubernetes object of a manifest, not yet decoded.
+// object is one Kubernetes object of a file, not yet decoded.
 type object struct {
 	apiVersion, kind, namespace, name string
 
 	fields map[string]any
 }
 
-func (o object) String() string { return strings.TrimSpace(o.kind + " " + o.name) }
-
-// readObjects returns the objects of all documents and lists, without the fields that the API
-// server sets.
+// readObjects returns the objects of all documents.
 func readObjects(text []byte) ([]object, error) {
 	var out []object
 	reader := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(text)))
@@ -42,15 +39,12 @@ func readObjects(text []byte) ([]object, error) {
 		if err != nil {
 			return nil, err
 		}
-		if fields == nil {
-			continue // only comments
-		}
-		if out, err = appendObjects(out, fields); err != nil {
-			return nil, err
+		if fields != nil { // else it has only comments
+			out = append(out, newObject(fields))
 		}
 	}
 	if len(out) == 0 {
-		return nil, refuse("", "the manifest is empty")
+		return nil, &Refused{[]Problem{{Reason: "the manifest is empty"}}}
 	}
 	return out, nil
 }
@@ -78,52 +72,16 @@ func readDocument(document []byte) (map[string]any, error) {
 	}
 	fields, ok := content.(map[string]any)
 	if !ok {
-		return nil, refuse("", "a document must be an object with apiVersion and kind")
+		return nil, &Refused{[]Problem{{Reason: "a document must be an object with apiVersion and kind"}}}
 	}
 	return fields, nil
-}
-
-// appendObjects appends a document's object, or the objects of a List.
-func appendObjects(out []object, fields map[string]any) ([]object, error) {
-	kind, _ := fields["kind"].(string)
-	items, isList := fields["items"].([]any)
-	if !strings.HasSuffix(kind, "List") || !isList {
-		return append(out, newObject(fields)), nil
-	}
-	for i, item := range items {
-		element, ok := item.(map[string]any)
-		if !ok {
-			return nil, refuse(index("items", i), "must be an object")
-		}
-		if _, typed := element["kind"]; !typed { // the elements of a typed list, such as PodList
-			element["kind"], element["apiVersion"] = strings.TrimSuffix(kind, "List"), fields["apiVersion"]
-		}
-		out = append(out, newObject(element))
-	}
-	return out, nil
-}
-
-// serverFields are fields of metadata that the API server sets. Exports of kubectl contain them.
-var serverFields = []string{
-	"uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds",
-	"managedFields", "ownerReferences", "finalizers", "selfLink",
 }
 
 func newObject(fields map[string]any) object {
 	o := object{fields: fields}
 	o.apiVersion, _ = fields["apiVersion"].(string)
 	o.kind, _ = fields["kind"].(string)
-	delete(fields, "status")
 	if meta, ok := fields["metadata"].(map[string]any); ok {
-		for _, name := range serverFields {
-			delete(meta, name)
-		}
-		if name, _ := meta["name"].(string); name == "" {
-			if prefix, _ := meta["generateName"].(string); prefix != "" {
-				meta["name"] = strings.TrimRight(prefix, "-.")
-			}
-		}
-		delete(meta, "generateName")
 		o.name, _ = meta["name"].(string)
 		o.namespace, _ = meta["namespace"].(string)
 	}
@@ -131,29 +89,32 @@ func newObject(fields map[string]any) object {
 }
 
 // decodeObject decodes an object. It adds a problem for each unknown field, each field with wrong
-// case, and each malformed quantity.
-func decodeObject[T any](p *parser, o object) (*T, bool) {
+// case and each malformed quantity, and then returns nil.
+func decodeObject[T any](p *parser, o object) *T {
 	into := new(T)
-	problems := badQuantities(o.fields, into)
-	if len(problems) == 0 {
-		raw, err := json.Marshal(o.fields)
-		var strict []error
-		if err == nil {
-			strict, err = kjson.UnmarshalStrict(raw, into)
+	if bad := badQuantities("", o.fields, reflect.TypeFor[T]()); len(bad) > 0 {
+		for _, problem := range bad {
+			p.add(o, problem.Path, problem.Reason)
 		}
-		if err != nil {
-			strict = append(strict, err)
-		}
-		for _, err := range strict {
-			problems = append(problems, Problem{Reason: explainField(err.Error(), reflect.TypeOf(into))})
-		}
+		return nil
 	}
-	for _, problem := range problems {
-		problem.Path = p.where(o.kind, o.name) + problem.Path
-		if problem.Path != "" && strings.HasSuffix(problem.Path, ": ") {
-			problem.Path = strings.TrimSuffix(problem.Path, ": ")
-		}
-		p.problems = append(p.problems, problem)
+	raw, err := json.Marshal(o.fields)
+	var strict []error
+	if err == nil {
+		strict, err = kjson.UnmarshalStrict(raw, into)
 	}
-	return into, len(problems) == 0
+	if err != nil {
+		strict = append(strict, err)
+	}
+	for _, err := range strict {
+		path, reason := "", err.Error()
+		if quoted, isUnknown := strings.CutPrefix(reason, "unknown field "); isUnknown {
+			path, reason = strings.Trim(quoted, `"`), "unknown field"
+		}
+		p.add(o, path, reason)
+	}
+	if len(strict) > 0 {
+		return nil
+	}
+	return into
 }

@@ -13,20 +13,33 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// checker collects the errors in values of supported fields. It refuses unsupported values. Of the
-// values that the API server refuses, it refuses those that would fail only after the pod has
-// started, or would become part of a host path.
+// checker collects the errors in values of supported fields. Of the values that the API server
+// refuses, it refuses those that would fail only after the pod has started, or would become part of
+// a host path.
 type checker struct {
 	pod      *corev1.Pod
-	objects  *Objects // of the manifest
+	objects  *Objects
 	problems []Problem
-	ignored  []Problem
 }
 
 // all checks the whole pod.
 func (c *checker) all() {
-	c.metadata()
-	c.spec()
+	meta, spec := c.pod.ObjectMeta, &c.pod.Spec
+	c.addAll("metadata.name", meta.Name, validation.IsDNS1123Subdomain(meta.Name))
+	c.addAll("metadata.namespace", meta.Namespace, validation.IsDNS1123Label(meta.Namespace))
+	if spec.RestartPolicy != corev1.RestartPolicyNever {
+		c.add("spec.restartPolicy", "%s: containers do not restart; want Never or nothing, or a kubelet: see docs/standalone.md",
+			spec.RestartPolicy)
+	}
+	if *spec.TerminationGracePeriodSeconds < 0 {
+		c.add("spec.terminationGracePeriodSeconds", "must not be negative")
+	}
+	if spec.Hostname != "" {
+		c.addAll("spec.hostname", spec.Hostname, validation.IsDNS1123Label(spec.Hostname))
+		if spec.HostNetwork {
+			c.add("spec.hostname", "the pod has the host's name with hostNetwork")
+		}
+	}
 	c.podSecurity()
 	c.volumes()
 	c.containers()
@@ -43,99 +56,12 @@ func (c *checker) addAll(path, value string, messages []string) {
 	}
 }
 
-// oneOf adds a problem unless value is zero or one of allowed.
-func oneOf[T ~string](c *checker, path string, value T, allowed ...T) {
-	if value == "" || slices.Contains(allowed, value) {
-		return
+// unique adds a problem if a name is in seen already.
+func (c *checker) unique(path, name string, seen map[string]bool) {
+	if seen[name] {
+		c.add(path, "%q is there twice", name)
 	}
-	names := make([]string, len(allowed))
-	for i, a := range allowed {
-		names[i] = string(a)
-	}
-	c.add(path, "%q is not possible here, want %s", value, strings.Join(names, " or "))
-}
-
-func index(path string, i int) string { return fmt.Sprintf("%s[%d]", path, i) }
-
-func value[T any](p *T) T {
-	var zero T
-	if p == nil {
-		return zero
-	}
-	return *p
-}
-
-func (c *checker) metadata() {
-	meta := c.pod.ObjectMeta
-	c.addAll("metadata.name", meta.Name, validation.IsDNS1123Subdomain(meta.Name))
-	c.addAll("metadata.namespace", meta.Namespace, validation.IsDNS1123Label(meta.Namespace))
-}
-
-func (c *checker) spec() {
-	spec := &c.pod.Spec
-	oneOf(c, "spec.restartPolicy", spec.RestartPolicy,
-		corev1.RestartPolicyAlways, corev1.RestartPolicyOnFailure, corev1.RestartPolicyNever)
-	if *spec.TerminationGracePeriodSeconds < 0 {
-		c.add("spec.terminationGracePeriodSeconds", "must not be negative")
-	}
-	if spec.OS != nil {
-		oneOf(c, "spec.os.name", spec.OS.Name, corev1.Linux)
-	}
-	if d := spec.ActiveDeadlineSeconds; d != nil && *d < 1 {
-		c.add("spec.activeDeadlineSeconds", "must be positive")
-	}
-	c.userNamespace()
-	if spec.HostPID && value(spec.ShareProcessNamespace) {
-		c.add("spec.shareProcessNamespace", "cannot be set with hostPID")
-	}
-	if spec.Hostname != "" {
-		c.addAll("spec.hostname", spec.Hostname, validation.IsDNS1123Label(spec.Hostname))
-		if spec.HostNetwork {
-			c.add("spec.hostname", "the pod has the host's name with hostNetwork")
-		}
-	}
-	c.dns()
-	for i, alias := range spec.HostAliases {
-		at := index("spec.hostAliases", i)
-		c.ip(at+".ip", alias.IP)
-		for k, name := range alias.Hostnames {
-			c.addAll(index(at+".hostnames", k), name, validation.IsDNS1123Subdomain(name))
-		}
-	}
-}
-
-func (c *checker) ip(path, value string) {
-	if _, err := netip.ParseAddr(value); err != nil {
-		c.add(path, "%q is not an IP address", value)
-	}
-}
-
-func (c *checker) dns() {
-	spec := &c.pod.Spec
-	oneOf(c, "spec.dnsPolicy", spec.DNSPolicy, corev1.DNSDefault, corev1.DNSNone)
-	config := spec.DNSConfig
-	if spec.DNSPolicy == corev1.DNSNone && (config == nil || len(config.Nameservers) == 0) {
-		c.add("spec.dnsConfig.nameservers", "at least one is needed with dnsPolicy None")
-	}
-	if config == nil {
-		return
-	}
-	if len(config.Nameservers) > maxNameservers {
-		c.add("spec.dnsConfig.nameservers", "more than %d", maxNameservers)
-	}
-	for i, server := range config.Nameservers {
-		c.ip(index("spec.dnsConfig.nameservers", i), server)
-	}
-	for i, domain := range config.Searches {
-		if domain != "." {
-			c.addAll(index("spec.dnsConfig.searches", i), domain, validation.IsDNS1123Subdomain(strings.TrimSuffix(domain, ".")))
-		}
-	}
-	for i, option := range config.Options {
-		if option.Name == "" || strings.ContainsAny(option.Name+value(option.Value), " \t\r\n") {
-			c.add(index("spec.dnsConfig.options", i), "name must not be empty, and name and value must not contain white space")
-		}
-	}
+	seen[name] = true
 }
 
 // sysctlName is the API server's pattern, with dots or slashes.
@@ -153,10 +79,6 @@ func (c *checker) podSecurity() {
 	for i := range sc.SupplementalGroups {
 		c.id(index(at+".supplementalGroups", i), &sc.SupplementalGroups[i])
 	}
-	oneOf(c, at+".supplementalGroupsPolicy", value(sc.SupplementalGroupsPolicy),
-		corev1.SupplementalGroupsPolicyMerge, corev1.SupplementalGroupsPolicyStrict)
-	oneOf(c, at+".fsGroupChangePolicy", value(sc.FSGroupChangePolicy),
-		corev1.FSGroupChangeAlways, corev1.FSGroupChangeOnRootMismatch)
 	for i, s := range sc.Sysctls {
 		if !sysctlName.MatchString(s.Name) {
 			c.add(index(at+".sysctls", i)+".name", "%q is not the name of a sysctl", s.Name)
@@ -177,8 +99,8 @@ func (c *checker) id(path string, id *int64) {
 func (c *checker) profiles(at string, seccomp *corev1.SeccompProfile, apparmor *corev1.AppArmorProfile) {
 	if seccomp != nil {
 		c.profile(at+".seccompProfile", string(seccomp.Type), seccomp.LocalhostProfile)
-		if name := value(seccomp.LocalhostProfile); name != "" {
-			c.within(at+".seccompProfile.localhostProfile", name)
+		if name := value(seccomp.LocalhostProfile); path.IsAbs(name) || hasDotDot(name) {
+			c.add(at+".seccompProfile.localhostProfile", "%q must be a relative path without ..", name)
 		}
 	}
 	if apparmor != nil {
@@ -196,12 +118,7 @@ func (c *checker) profile(at, kind string, localhost *string) {
 	}
 }
 
-// within checks a path that must stay below a directory.
-func (c *checker) within(at, relative string) {
-	if path.IsAbs(relative) || slices.Contains(strings.Split(relative, "/"), "..") {
-		c.add(at, "%q must be a relative path without ..", relative)
-	}
-}
+func hasDotDot(name string) bool { return slices.Contains(strings.Split(name, "/"), "..") }
 
 func (c *checker) volumes() {
 	seen := map[string]bool{}
@@ -209,47 +126,153 @@ func (c *checker) volumes() {
 		v := &c.pod.Spec.Volumes[i]
 		at := index("spec.volumes", i)
 		c.addAll(at+".name", v.Name, validation.IsDNS1123Label(v.Name))
-		if seen[v.Name] {
-			c.add(at+".name", "%q is there twice", v.Name)
-		}
-		seen[v.Name] = true
-		switch sources(v) {
-		case 0:
-			c.add(at, "has no source")
-		case 1:
-			c.volume(at, v)
-		default:
+		c.unique(at+".name", v.Name, seen)
+		if (v.EmptyDir != nil) && (v.HostPath != nil) {
 			c.add(at, "has two sources")
 		}
+		if v.VolumeSource == (corev1.VolumeSource{}) {
+			c.add(at, "has no source")
+		}
+		if e := v.EmptyDir; e != nil {
+			oneOf(c, at+".emptyDir.medium", e.Medium, corev1.StorageMediumMemory)
+			if e.SizeLimit != nil && (e.SizeLimit.Sign() < 0 || e.Medium != corev1.StorageMediumMemory) {
+				c.add(at+".emptyDir.sizeLimit", "without medium Memory it "+needsKubelet)
+			}
+		}
+		if h := v.HostPath; h != nil {
+			c.absolute(at+".hostPath.path", h.Path)
+			oneOf(c, at+".hostPath.type", value(h.Type), corev1.HostPathDirectoryOrCreate, corev1.HostPathDirectory,
+				corev1.HostPathFileOrCreate, corev1.HostPathFile, corev1.HostPathSocket, corev1.HostPathCharDev, corev1.HostPathBlockDev)
+		}
 	}
 }
 
-func (c *checker) emptyDir(at string, e *corev1.EmptyDirVolumeSource) {
-	oneOf(c, at+".medium", e.Medium, corev1.StorageMediumMemory)
-	const mostMode = 0o1777
-	if e.Mode != nil && (*e.Mode < 0 || *e.Mode > mostMode) {
-		c.add(at+".mode", "%#o is not between 0 and %#o", *e.Mode, mostMode)
-	}
-	switch {
-	case e.SizeLimit == nil:
-	case e.SizeLimit.Sign() < 0:
-		c.add(at+".sizeLimit", "must not be negative")
-	case e.Medium != corev1.StorageMediumMemory && !e.SizeLimit.IsZero():
-		c.ignored = append(c.ignored, Problem{at + ".sizeLimit", notEnforced + " without medium Memory"})
+func (c *checker) absolute(at, name string) {
+	if !path.IsAbs(name) || hasDotDot(name) {
+		c.add(at, "%q must be an absolute path without ..", name)
 	}
 }
 
-func (c *checker) hostPath(at string, h *corev1.HostPathVolumeSource) {
-	if !path.IsAbs(h.Path) || slices.Contains(strings.Split(h.Path, "/"), "..") {
-		c.add(at+".path", "%q must be an absolute path without ..", h.Path)
+func (c *checker) containers() {
+	if len(c.pod.Spec.Containers) == 0 {
+		c.add("spec.containers", "at least one is needed")
 	}
-	oneOf(c, at+".type", value(h.Type), corev1.HostPathDirectoryOrCreate, corev1.HostPathDirectory,
-		corev1.HostPathFileOrCreate, corev1.HostPathFile, corev1.HostPathSocket, corev1.HostPathCharDev,
-		corev1.HostPathBlockDev)
+	names, ports := map[string]bool{}, map[string]bool{}
+	for _, ctr := range containers(c.pod) {
+		c.addAll(ctr.Path+".name", ctr.Name, validation.IsDNS1123Label(ctr.Name))
+		c.unique(ctr.Path+".name", ctr.Name, names)
+		if _, err := reference.ParseDockerRef(ctr.Image); err != nil {
+			c.add(ctr.Path+".image", "%q: %v", ctr.Image, err)
+		}
+		oneOf(c, ctr.Path+".imagePullPolicy", ctr.ImagePullPolicy, corev1.PullAlways, corev1.PullIfNotPresent, corev1.PullNever)
+		if ctr.WorkingDir != "" && !path.IsAbs(ctr.WorkingDir) {
+			c.add(ctr.Path+".workingDir", "%q is not an absolute path", ctr.WorkingDir)
+		}
+		c.env(ctr)
+		c.resources(ctr)
+		c.mounts(ctr)
+		c.containerSecurity(ctr)
+		c.ports(ctr, ports)
+	}
 }
 
-// checkImage parses a reference as the runtime does.
-func checkImage(image string) error {
-	_, err := reference.ParseDockerRef(image)
-	return err
+// env checks the names of variables, and that ConfigMaps and Secrets exist.
+func (c *checker) env(ctr Container) {
+	plan := &Plan{Pod: c.pod, Objects: c.objects}
+	for i := range ctr.EnvFrom {
+		if _, err := plan.fromObject(&ctr.EnvFrom[i]); err != nil {
+			c.add(index(ctr.Path+".envFrom", i), "%v", err)
+		}
+	}
+	for i := range ctr.Env {
+		e := &ctr.Env[i]
+		at := index(ctr.Path+".env", i)
+		c.addAll(at+".name", e.Name, validation.IsRelaxedEnvVarName(e.Name))
+		if e.ValueFrom == nil {
+			continue
+		}
+		if e.Value != "" || (e.ValueFrom.ConfigMapKeyRef != nil && e.ValueFrom.SecretKeyRef != nil) {
+			c.add(at, "has more than one source")
+		}
+		if _, _, err := plan.fromKey(e.ValueFrom); err != nil {
+			c.add(at+".valueFrom", "%v", err)
+		}
+	}
+}
+
+func (c *checker) resources(ctr Container) {
+	at := ctr.Path + ".resources"
+	for list, values := range map[string]corev1.ResourceList{"limits": ctr.Resources.Limits, "requests": ctr.Resources.Requests} {
+		for _, name := range sortedNames(values) {
+			q := values[name]
+			where := fmt.Sprintf("%s.%s.%s", at, list, name)
+			if !knownResource(name) {
+				c.add(where, needsKubelet)
+			}
+			if q.Sign() < 0 {
+				c.add(where, "must not be negative")
+			}
+		}
+	}
+	for _, name := range sortedNames(ctr.Resources.Limits) {
+		limit, request := ctr.Resources.Limits[name], ctr.Resources.Requests[name]
+		if request.Cmp(limit) > 0 {
+			c.add(fmt.Sprintf("%s.requests.%s", at, name), "%s is more than the limit %s", request.String(), limit.String())
+		}
+	}
+}
+
+func (c *checker) mounts(ctr Container) {
+	targets := map[string]bool{}
+	for i := range ctr.VolumeMounts {
+		m := &ctr.VolumeMounts[i]
+		at := index(ctr.Path+".volumeMounts", i)
+		if !slices.ContainsFunc(c.pod.Spec.Volumes, func(v corev1.Volume) bool { return v.Name == m.Name }) {
+			c.add(at+".name", "there is no volume %q", m.Name)
+		}
+		c.absolute(at+".mountPath", m.MountPath)
+		c.unique(at+".mountPath", path.Clean(m.MountPath), targets)
+	}
+}
+
+func (c *checker) containerSecurity(ctr Container) {
+	sc := ctr.SecurityContext
+	if sc == nil {
+		return
+	}
+	at := ctr.Path + ".securityContext"
+	c.id(at+".runAsUser", sc.RunAsUser)
+	c.id(at+".runAsGroup", sc.RunAsGroup)
+	escalation := sc.AllowPrivilegeEscalation == nil || *sc.AllowPrivilegeEscalation
+	if !escalation && value(sc.Privileged) {
+		c.add(at+".allowPrivilegeEscalation", "cannot be false in a privileged container")
+	}
+	if !escalation && sc.Capabilities != nil && slices.Contains(sc.Capabilities.Add, "SYS_ADMIN") {
+		c.add(at+".allowPrivilegeEscalation", "cannot be false with the capability SYS_ADMIN")
+	}
+	c.profiles(at, sc.SeccompProfile, sc.AppArmorProfile)
+}
+
+// ports checks one container's ports. taken has the host ports of earlier containers.
+func (c *checker) ports(ctr Container, taken map[string]bool) {
+	const most = 65535
+	for i, p := range ctr.Ports {
+		at := index(ctr.Path+".ports", i)
+		if p.ContainerPort < 1 || p.ContainerPort > most {
+			c.add(at+".containerPort", "%d is not between 1 and %d", p.ContainerPort, most)
+		}
+		if p.HostPort < 0 || p.HostPort > most {
+			c.add(at+".hostPort", "%d is not between 1 and %d", p.HostPort, most)
+		}
+		if c.pod.Spec.HostNetwork && p.HostPort != p.ContainerPort {
+			c.add(at+".hostPort", "must be the containerPort with hostNetwork")
+		}
+		oneOf(c, at+".protocol", p.Protocol, corev1.ProtocolTCP, corev1.ProtocolUDP, corev1.ProtocolSCTP)
+		if _, err := netip.ParseAddr(p.HostIP); p.HostIP != "" && err != nil {
+			c.add(at+".hostIP", "%q is not an IP address", p.HostIP)
+		}
+		if p.HostPort != 0 {
+			c.unique(at+".hostPort", fmt.Sprintf("%s/%s/%d", p.HostIP, p.Protocol, p.HostPort), taken)
+		}
+	}
 }

@@ -1,10 +1,9 @@
 package podyaml
 
 import (
+	"bytes"
 	"fmt"
 	"path"
-	"slices"
-	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -14,47 +13,25 @@ const etcHosts = "/etc/hosts"
 
 // mounts returns the container's volume mounts and the pod's hosts file. It omits the hosts file if
 // the manifest mounts something in its place.
-func (p *Plan) mounts(c Container, env *environment, run Run) ([]*runtimeapi.Mount, error) {
+func (p *Plan) mounts(c Container, run Run) []*runtimeapi.Mount {
 	var out []*runtimeapi.Mount
 	ownHosts := false
 	for i := range c.VolumeMounts {
 		m := &c.VolumeMounts[i]
-		at := index(c.Path+".volumeMounts", i)
-		sub, err := subPath(m, env)
-		if err != nil {
-			return nil, fmt.Errorf("%s.subPathExpr: %w", at, err)
-		}
-		volume := p.volume(m.Name)
-		if volume.Image != nil {
-			out = append(out, p.mapped(&runtimeapi.Mount{
-				ContainerPath: m.MountPath, Readonly: true, ImageSubPath: sub,
-				Image: &runtimeapi.ImageSpec{Image: run.VolumeImages[m.Name], UserSpecifiedImage: volume.Image.Reference},
-			}))
-			continue
-		}
-		source, err := run.Source(c, i, sub)
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", at, err)
+		v := p.volume(m.Name)
+		mount := &runtimeapi.Mount{ContainerPath: m.MountPath, Readonly: m.ReadOnly}
+		if v.HostPath != nil {
+			mount.HostPath = v.HostPath.Path
+		} else {
+			mount.HostPath, mount.SelinuxRelabel = run.VolumeDir(m.Name), true
 		}
 		ownHosts = ownHosts || path.Clean(m.MountPath) == etcHosts
-		out = append(out, p.mapped(p.mount(m, source)))
+		out = append(out, mount)
 	}
 	if !ownHosts && run.EtcHosts != "" {
-		out = append(out, p.mapped(&runtimeapi.Mount{ContainerPath: etcHosts, HostPath: run.EtcHosts, SelinuxRelabel: true}))
+		out = append(out, &runtimeapi.Mount{ContainerPath: etcHosts, HostPath: run.EtcHosts, SelinuxRelabel: true})
 	}
-	return out, nil
-}
-
-func (p *Plan) mount(m *corev1.VolumeMount, source string) *runtimeapi.Mount {
-	return &runtimeapi.Mount{
-		ContainerPath:     m.MountPath,
-		HostPath:          source,
-		Readonly:          m.ReadOnly || readOnly(p.volume(m.Name)),
-		RecursiveReadOnly: p.recursiveReadOnly(m),
-		Propagation:       propagation[value(m.MountPropagation)],
-		SelinuxRelabel:    p.relabel(m.Name),
-		MountOptions:      m.BindMountOptions,
-	}
+	return out
 }
 
 // volume returns a volume of the pod by its name, or an empty one.
@@ -67,55 +44,18 @@ func (p *Plan) volume(name string) *corev1.Volume {
 	return &corev1.Volume{}
 }
 
-// readOnly reports whether every mount of the volume is read-only, as in kubelet.
-func readOnly(v *corev1.Volume) bool {
-	return HasFiles(v) || (v.PersistentVolumeClaim != nil && v.PersistentVolumeClaim.ReadOnly)
-}
-
-// recursiveReadOnly reports whether to request a recursive read-only mount. If the manifest
-// requires it and the runtime lacks the feature, the runtime reports the error.
-func (p *Plan) recursiveReadOnly(m *corev1.VolumeMount) bool {
-	switch value(m.RecursiveReadOnly) {
-	case corev1.RecursiveReadOnlyEnabled:
-		return true
-	case corev1.RecursiveReadOnlyIfPossible:
-		return p.Host.RecursiveReadOnly
+// EtcHosts returns the content of the pod's hosts file, as kubelet writes it. With hostNetwork it is
+// the host's file, else it has the loopback names and the pod's own.
+func (p *Plan) EtcHosts(podIPs []string) []byte {
+	if p.Pod.Spec.HostNetwork {
+		return append([]byte("# The host's hosts file, copied when the pod started.\n"), p.Host.EtcHosts...)
 	}
-	return false
-}
-
-var propagation = map[corev1.MountPropagationMode]runtimeapi.MountPropagation{
-	"":                                     runtimeapi.MountPropagation_PROPAGATION_PRIVATE,
-	corev1.MountPropagationNone:            runtimeapi.MountPropagation_PROPAGATION_PRIVATE,
-	corev1.MountPropagationHostToContainer: runtimeapi.MountPropagation_PROPAGATION_HOST_TO_CONTAINER,
-	corev1.MountPropagationBidirectional:   runtimeapi.MountPropagation_PROPAGATION_BIDIRECTIONAL,
-}
-
-// relabel reports whether a volume may get the pod's SELinux label: the pod's own files may, the
-// host's may not.
-func (p *Plan) relabel(volume string) bool {
-	v := p.volume(volume)
-	return v.EmptyDir != nil || v.PersistentVolumeClaim != nil || HasFiles(v)
-}
-
-// subPath returns the mount's subPath, or its expanded subPathExpr, which must obey the same rules.
-func subPath(m *corev1.VolumeMount, env *environment) (string, error) {
-	if m.SubPathExpr == "" {
-		return m.SubPath, nil
+	var out bytes.Buffer
+	out.WriteString("# Made for this pod when it started.\n")
+	out.WriteString("127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n")
+	out.WriteString("fe00::\tip6-localnet\nfe00::\tip6-mcastprefix\nfe00::1\tip6-allnodes\nfe00::2\tip6-allrouters\n")
+	for _, ip := range podIPs {
+		fmt.Fprintf(&out, "%s\t%s\n", ip, p.hostname())
 	}
-	var missing []string
-	sub := Expand(m.SubPathExpr, func(name string) (string, bool) {
-		v, ok := env.lookup(name)
-		if !ok {
-			missing = append(missing, name)
-		}
-		return v, ok
-	})
-	switch {
-	case len(missing) > 0:
-		return "", fmt.Errorf("variable %s is not set", strings.Join(missing, ", "))
-	case path.IsAbs(sub) || slices.Contains(strings.Split(sub, "/"), ".."):
-		return "", fmt.Errorf("%q must be a relative path without .. in it", sub)
-	}
-	return sub, nil
+	return out.Bytes()
 }

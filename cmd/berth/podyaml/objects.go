@@ -4,27 +4,23 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// Objects are the ConfigMaps, Secrets and claims of a manifest. Parse fills them. They do not
-// change later.
+const (
+	configMapKind = "ConfigMap"
+	secretKind    = "Secret"
+)
+
+// Objects are the ConfigMaps and Secrets of a file. Parse fills them. They do not change later.
 type Objects struct {
-	data   map[objectKey]map[string][]byte
-	claims map[objectKey]bool
+	data map[objectKey]map[string][]byte
 }
 
-// objectKey identifies a ConfigMap, Secret or PersistentVolumeClaim.
+// objectKey identifies a ConfigMap or Secret.
 type objectKey struct{ kind, namespace, name string }
-
-func (k objectKey) String() string { return k.kind + " " + k.name }
-
-func newObjects() *Objects {
-	return &Objects{data: map[objectKey]map[string][]byte{}, claims: map[objectKey]bool{}}
-}
 
 func keyFor(kind, namespace, name string) objectKey {
 	if namespace == "" {
@@ -42,33 +38,23 @@ func (o *Objects) lookup(kind, namespace, name string) (map[string][]byte, bool)
 	return data, ok
 }
 
-func (o *Objects) addClaim(namespace, name string) {
-	o.claims[keyFor("PersistentVolumeClaim", namespace, name)] = true
-}
-
-// Claims returns the namespaces and names of the manifest's claims, sorted by name.
-func (o *Objects) Claims() [][2]string {
-	var out [][2]string
-	for key := range o.claims {
-		out = append(out, [2]string{key.namespace, key.name})
-	}
-	slices.SortFunc(out, func(a, b [2]string) int { return strings.Compare(a[0]+"/"+a[1], b[0]+"/"+b[1]) })
-	return out
-}
-
-// addData adds the data of a ConfigMap or Secret. Keys become names of files and variables.
+// addData adds the data of a ConfigMap or Secret. Keys become names of variables.
 func (p *parser) addData(o object, data map[string][]byte) {
 	for _, key := range slices.Sorted(maps.Keys(data)) {
 		for _, message := range validation.IsConfigMapKey(key) {
-			p.problems = append(p.problems, Problem{p.where(o.kind, o.name) + "data", fmt.Sprintf("%q: %s", key, message)})
+			p.add(o, "data", fmt.Sprintf("%q: %s", key, message))
 		}
 	}
-	p.objects.data[keyFor(o.kind, o.namespace, o.name)] = data
+	key := keyFor(o.kind, o.namespace, o.name)
+	if _, twice := p.objects.data[key]; twice {
+		p.add(o, "metadata.name", fmt.Sprintf("%q is there twice", o.name))
+	}
+	p.objects.data[key] = data
 }
 
 func (p *parser) configMap(o object) {
-	m, ok := decodeObject[corev1.ConfigMap](p, o)
-	if !ok {
+	m := decodeObject[corev1.ConfigMap](p, o)
+	if m == nil {
 		return
 	}
 	data := map[string][]byte{}
@@ -80,8 +66,8 @@ func (p *parser) configMap(o object) {
 }
 
 func (p *parser) secret(o object) {
-	s, ok := decodeObject[corev1.Secret](p, o)
-	if !ok {
+	s := decodeObject[corev1.Secret](p, o)
+	if s == nil {
 		return
 	}
 	data := map[string][]byte{}
@@ -92,11 +78,10 @@ func (p *parser) secret(o object) {
 	p.addData(o, data)
 }
 
-func (p *parser) claim(o object) {
-	if c, ok := decodeObject[corev1.PersistentVolumeClaim](p, o); ok {
-		if value(c.Spec.VolumeMode) == corev1.PersistentVolumeBlock {
-			p.problems = append(p.problems, Problem{p.where(o.kind, o.name) + "spec.volumeMode", "Block is not supported"})
-		}
-		p.objects.addClaim(o.namespace, o.name)
-	}
+func missingObject(kind, name string) error {
+	return fmt.Errorf("the manifest has no %s %q; add it to the file, or mark it optional", kind, name)
+}
+
+func missingKey(kind, name, key string) error {
+	return fmt.Errorf("%s %q has no key %q", kind, name, key)
 }

@@ -3,10 +3,10 @@ package podyaml
 import (
 	"fmt"
 	"path"
+	"strconv"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/api/resource"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
@@ -18,27 +18,14 @@ const (
 	LabelContainerName = "io.kubernetes.container.name"
 )
 
+// AnnotationGrace is kubelet's annotation of a container with its pod's grace period in seconds.
+const AnnotationGrace = "io.kubernetes.pod.terminationGracePeriod"
+
 // Host has the facts about the machine that a plan needs.
 type Host struct {
-	NodeName    string   // as kubelet would set it
-	IPs         []string // of the host, the default route's address first; may be empty
-	CPUs        int64
 	Memory      int64  // bytes
-	ResolvConf  []byte // of the host, for dnsPolicy Default with a dnsConfig
 	EtcHosts    []byte // of the host, for hostNetwork
 	SeccompRoot string // directory of Localhost seccomp profiles
-	// RecursiveReadOnly reports that the runtime supports recursive read-only mounts.
-	RecursiveReadOnly bool
-}
-
-func (h Host) capacity(name corev1.ResourceName) resource.Quantity {
-	switch name {
-	case corev1.ResourceCPU:
-		return *resource.NewQuantity(h.CPUs, resource.DecimalSI)
-	case corev1.ResourceMemory:
-		return *resource.NewQuantity(h.Memory, resource.BinarySI)
-	}
-	return resource.Quantity{}
 }
 
 // Plan converts a parsed pod to CRI requests. It is immutable.
@@ -49,16 +36,13 @@ type Plan struct {
 	Objects      *Objects // of the manifest
 	LogDir       string   // directory where the runtime writes the containers' logs
 	CgroupParent string   // empty: the runtime's default
-	FirstHostID  uint32   // first of UserNamespaceIDs host IDs, if WantsUserNamespace
 }
 
 // Containers returns the pod's containers in order, init containers first.
 func (p *Plan) Containers() []Container { return containers(p.Pod) }
 
 // LogPath returns the path of a container's log below LogDir.
-func LogPath(container string, attempt uint32) string {
-	return path.Join(container, fmt.Sprintf("%d.log", attempt))
-}
+func LogPath(container string) string { return path.Join(container, "0.log") }
 
 // Sandbox returns the pod's sandbox config, as kubelet's generatePodSandboxConfig does.
 func (p *Plan) Sandbox() *runtimeapi.PodSandboxConfig {
@@ -67,7 +51,6 @@ func (p *Plan) Sandbox() *runtimeapi.PodSandboxConfig {
 			Name: p.Pod.Name, Namespace: p.Pod.Namespace, Uid: p.UID,
 		},
 		LogDirectory: p.LogDir,
-		DnsConfig:    p.dns(),
 		Labels:       p.labels(p.Pod.Labels),
 		Annotations:  p.Pod.Annotations,
 		Linux: &runtimeapi.LinuxPodSandboxConfig{
@@ -139,26 +122,17 @@ func (p *Plan) sysctls() map[string]string {
 	return out
 }
 
-// Run has the inputs for one attempt of a container.
+// Run has the inputs for a container.
 type Run struct {
-	Attempt      uint32
-	ImageRef     string            // the image's ID in the runtime
-	Image        *runtimeapi.Image // the runtime's description of the image
-	PodIPs       []string
-	EtcHosts     string            // path of the pod's hosts file
-	VolumeImages map[string]string // IDs of the images of image volumes, by volume
-	// Source returns the host path behind a volume mount, with subPath resolved
-	// (subPathExpr expanded) below the volume.
-	Source func(c Container, mount int, subPath string) (string, error)
+	Image    *runtimeapi.Image // the runtime's description of the image
+	EtcHosts string            // path of the pod's hosts file
+	// VolumeDir returns the host path of an emptyDir volume.
+	VolumeDir func(volume string) string
 }
 
 // Container returns a container's config, as kubelet's generateContainerConfig does.
 func (p *Plan) Container(c Container, run Run) (*runtimeapi.ContainerConfig, error) {
-	env, err := p.environment(c, run.PodIPs)
-	if err != nil {
-		return nil, err
-	}
-	mounts, err := p.mounts(c, env, run)
+	env, err := p.environment(c)
 	if err != nil {
 		return nil, err
 	}
@@ -168,26 +142,22 @@ func (p *Plan) Container(c Container, run Run) (*runtimeapi.ContainerConfig, err
 	}
 	labels := p.labels(nil)
 	labels[LabelContainerName] = c.Name
-	config := &runtimeapi.ContainerConfig{
-		Metadata:   &runtimeapi.ContainerMetadata{Name: c.Name, Attempt: run.Attempt},
-		Image:      &runtimeapi.ImageSpec{Image: run.ImageRef, UserSpecifiedImage: c.Image},
+	return &runtimeapi.ContainerConfig{
+		Metadata:   &runtimeapi.ContainerMetadata{Name: c.Name},
+		Image:      &runtimeapi.ImageSpec{Image: run.Image.GetId(), UserSpecifiedImage: c.Image},
 		Command:    env.expandAll(c.Command),
 		Args:       env.expandAll(c.Args),
 		WorkingDir: c.WorkingDir,
 		Envs:       env.keyValues(),
-		Mounts:     mounts,
+		Mounts:     p.mounts(c, run),
 		Labels:     labels,
-		LogPath:    LogPath(c.Name, run.Attempt),
-		Tty:        c.TTY,
-		Stdin:      c.Stdin,
-		StdinOnce:  c.StdinOnce,
+		Annotations: map[string]string{
+			AnnotationGrace: strconv.FormatInt(*p.Pod.Spec.TerminationGracePeriodSeconds, 10),
+		},
+		LogPath: LogPath(c.Name),
 		Linux: &runtimeapi.LinuxContainerConfig{
 			Resources:       p.resources(c.Container),
 			SecurityContext: security,
 		},
-	}
-	if c.Lifecycle != nil && c.Lifecycle.StopSignal != nil {
-		config.StopSignal, _ = stopSignal(*c.Lifecycle.StopSignal)
-	}
-	return config, nil
+	}, nil
 }

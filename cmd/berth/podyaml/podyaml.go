@@ -1,30 +1,27 @@
-// Package podyaml converts Kubernetes manifests to CRI requests, as controllers and kubelet do
-// without an API server. It is pure: callers pass facts about the host and the pod's files.
+// Package podyaml converts a file of Pods to CRI requests, as kubelet does. It is pure: callers
+// pass facts about the host and the pod's files.
 //
 // # Contract
 //
-// Parse accepts a manifest only if every field of its pods is supported or can be ignored. It lists
-// all unsupported fields by path, and groups the ignored ones in warnings. The lists of supported
-// fields (honoured) and ignored fields (ignorable) are explicit, so Parse refuses a field of a
-// later Kubernetes version instead of ignoring it.
+// Parse accepts Pods, and the ConfigMaps and Secrets that their environment names. It accepts only
+// the fields in honoured, and behaves with them as kubelet and the API server do. It refuses every
+// other field by its path, because that field needs a kubelet.
 //
-// Defaults are those of the Kubernetes API server (pkg/apis/core/v1/defaults.go), with two
-// exceptions for lack of a cluster: dnsPolicy is Default, and an unset seccompProfile is
-// RuntimeDefault, as with kubelet's --seccomp-default.
+// The defaults are those of the API server (pkg/apis/core/v1/defaults.go), with two exceptions:
+// containers do not restart, and an unset seccompProfile is RuntimeDefault, as with kubelet's
+// --seccomp-default.
 package podyaml
 
 import (
 	"fmt"
-	"slices"
 	"strings"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 )
 
-// Problem is one reason why a manifest cannot run.
+// Problem is one reason why a file cannot run.
 type Problem struct {
-	Path   string // field path, e.g. spec.containers[0].livenessProbe; empty for the whole manifest
+	Path   string // field path, e.g. spec.containers[0].livenessProbe; empty for the whole file
 	Reason string
 }
 
@@ -35,8 +32,7 @@ func (p Problem) String() string {
 	return p.Path + ": " + p.Reason
 }
 
-// Refused is the error of a manifest that cannot run. It has all reasons, in the order of the
-// manifest's fields.
+// Refused is the error of a file that cannot run. It has all reasons, in the order of the fields.
 type Refused struct{ Problems []Problem }
 
 // Error lists the problems, one per line if there are several.
@@ -51,155 +47,80 @@ func (r *Refused) Error() string {
 	return "refused:\n" + strings.Join(lines, "\n")
 }
 
-// Mode describes how the caller runs a manifest.
-type Mode struct {
-	// Detached means that no process stays with the running pods, so nothing restarts or probes
-	// their containers. Parse warns of fields that need that.
-	Detached bool
-	// Strict means that Parse refuses what it would otherwise ignore with a warning.
-	Strict bool
-}
-
-// Manifest is the content of a parsed file.
+// Manifest is the content of a file.
 type Manifest struct {
-	Workloads []Workload // in the order of the file; at least one
-	Objects   *Objects
-	Warnings  []string // one for each reason to ignore fields or objects
+	Pods    []*corev1.Pod // in the order of the file; at least one
+	Objects *Objects
 }
 
-// Workload is an object that runs pods.
-type Workload struct {
-	Kind, Name string      // of the object, for example Deployment
-	Pod        *corev1.Pod // its only pod, or the template of a Job's pods
-	Job        *Job        // nil for workloads other than Job and CronJob
-}
-
-// Job has the rules for completing a Job.
-type Job struct {
-	Completions  int           // number of pods that must succeed
-	Parallelism  int           // number of pods that run at the same time
-	BackoffLimit int           // number of failures before the Job fails
-	Deadline     time.Duration // limit of the Job's run time; 0: none
-}
-
-// Parse decodes a manifest of YAML or JSON documents, sets defaults, and checks that every field of
-// its pods is supported. The error is *Refused unless the text is not YAML.
-func Parse(text []byte, mode Mode) (*Manifest, error) {
+// Parse decodes the YAML or JSON documents of a file, sets defaults, and checks every field of the
+// pods. The error is *Refused unless the text is not YAML.
+func Parse(text []byte) (*Manifest, error) {
 	objects, err := readObjects(text)
 	if err != nil {
 		return nil, err
 	}
-	p := &parser{mode: mode, several: len(objects) > 1, objects: newObjects()}
+	p := &parser{several: len(objects) > 1, objects: &Objects{data: map[objectKey]map[string][]byte{}}}
 	for _, o := range objects {
 		p.decode(o)
 	}
-	if len(p.pods) == 0 && len(p.problems) == 0 && !p.skipped {
-		p.problems = append(p.problems, Problem{Reason: nothingToRun(objects)})
+	if len(p.pods) == 0 && len(p.problems) == 0 {
+		return nil, &Refused{[]Problem{{Reason: "there is no Pod in it"}}}
 	}
-	p.checkNames()
-	for i := range p.pods {
-		p.check(&p.pods[i])
-	}
-	if mode.Strict {
-		p.problems = append(p.problems, p.ignored...)
+	for _, pod := range p.pods {
+		p.check(pod)
 	}
 	if len(p.problems) > 0 {
 		return nil, &Refused{p.problems}
 	}
-	m := &Manifest{Objects: p.objects, Warnings: warnings(p.ignored)}
-	for _, pod := range p.pods {
-		m.Workloads = append(m.Workloads, pod.Workload)
-	}
-	return m, nil
+	return &Manifest{Pods: p.pods, Objects: p.objects}, nil
 }
 
-// parser collects the objects of a manifest, and the problems of all of them.
+// parser collects the objects of a file, and the problems of all of them.
 type parser struct {
-	mode     Mode
-	several  bool // the manifest has several objects, so problems need the object's name
-	skipped  bool // a workload has 0 replicas
+	several  bool // the file has several objects, so problems need the object's name
 	objects  *Objects
-	pods     []parsedPod
+	pods     []*corev1.Pod
 	problems []Problem
-	ignored  []Problem
 }
 
-// parsedPod is a workload with the place of its pod in the manifest.
-type parsedPod struct {
-	Workload
-	prefix string // path of the pod template: "", or "spec.template."
-}
-
-// where returns the text before the path of a field in a problem.
-func (p *parser) where(kind, name string) string {
-	if !p.several {
-		return ""
+// decode adds an object.
+func (p *parser) decode(o object) {
+	switch o.apiVersion + "/" + o.kind {
+	case "v1/Pod":
+		if pod := decodeObject[corev1.Pod](p, o); pod != nil {
+			p.pods = append(p.pods, pod)
+		}
+	case "v1/" + configMapKind:
+		p.configMap(o)
+	case "v1/" + secretKind:
+		p.secret(o)
+	default:
+		p.add(o, "", fmt.Sprintf("apiVersion %q, kind %q: %s", o.apiVersion, o.kind, needsKubelet))
 	}
-	return kind + " " + name + ": "
 }
 
-// check sets a pod's defaults and checks its fields.
-func (p *parser) check(w *parsedPod) {
-	pod := w.Pod
-	ignored := removeIgnored(pod)
-	problems, more := unsupported(pod)
-	ignored = append(ignored, more...)
-	if p.mode.Detached {
-		ignored = append(ignored, needsProcess(pod)...)
+// add adds a problem of a field.
+func (p *parser) add(o object, path, reason string) {
+	if p.several {
+		path = strings.TrimSuffix(strings.TrimSpace(o.kind+" "+o.name)+": "+path, ": ")
 	}
+	p.problems = append(p.problems, Problem{path, reason})
+}
+
+// check sets a pod's defaults and checks its fields. Two pods must not have the same name.
+func (p *parser) check(pod *corev1.Pod) {
+	o := object{kind: "Pod", name: pod.Name}
+	problems := unsupported(pod)
 	setDefaults(pod)
 	c := &checker{pod: pod, objects: p.objects}
 	c.all()
+	for _, other := range p.pods {
+		if other != pod && other.Name == pod.Name && other.Namespace == pod.Namespace {
+			c.add("metadata.name", "%q is there twice", pod.Name)
+		}
+	}
 	for _, problem := range append(problems, c.problems...) {
-		problem.Path = p.where(w.Kind, w.Name) + w.fullPath(problem.Path)
-		p.problems = append(p.problems, problem)
+		p.add(o, problem.Path, problem.Reason)
 	}
-	for _, problem := range append(ignored, c.ignored...) {
-		problem.Path = w.fullPath(problem.Path)
-		p.ignored = append(p.ignored, problem)
-	}
-}
-
-// fullPath returns the path of a pod's field in the workload.
-func (w *parsedPod) fullPath(path string) string {
-	if strings.HasPrefix(path, "spec") {
-		return w.prefix + path
-	}
-	return path
-}
-
-// checkNames refuses several workloads whose pods have the same name.
-func (p *parser) checkNames() {
-	seen := map[string]string{}
-	for _, w := range p.pods {
-		key := w.Pod.Namespace + "/" + w.Pod.Name
-		if other, twice := seen[key]; twice {
-			p.problems = append(p.problems, Problem{w.Kind + " " + w.Name, "its pod has the same name as that of " + other})
-		}
-		seen[key] = w.Kind + " " + w.Name
-	}
-}
-
-// warnings groups ignored fields by their reasons.
-func warnings(ignored []Problem) []string {
-	var reasons []string
-	paths := map[string][]string{}
-	for _, p := range ignored {
-		if paths[p.Reason] == nil {
-			reasons = append(reasons, p.Reason)
-		}
-		if !slices.Contains(paths[p.Reason], p.Path) {
-			paths[p.Reason] = append(paths[p.Reason], p.Path)
-		}
-	}
-	out := make([]string, len(reasons))
-	for i, reason := range reasons {
-		out[i] = strings.Join(paths[reason], ", ") + ": ignored: " + reason
-	}
-	return out
-}
-
-// refuse returns a Refused with one problem.
-func refuse(path, format string, args ...any) *Refused {
-	return &Refused{[]Problem{{path, fmt.Sprintf(format, args...)}}}
 }

@@ -1,6 +1,8 @@
 package podyaml
 
 import (
+	"maps"
+	"slices"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
@@ -113,9 +115,8 @@ func pageSize(size resource.Quantity) string {
 	return resource.NewQuantity(n, resource.DecimalSI).String() + units[unit]
 }
 
-// podResources returns the sums over the containers that run concurrently. Other init containers
-// run one at a time, so only the largest of them counts. A limit counts only if every container has
-// it.
+// podResources returns the sums over the containers that run at the same time. Init containers run
+// one at a time, so only the largest of them counts. A limit counts only if every container has it.
 func (p *Plan) podResources() *runtimeapi.LinuxContainerResources {
 	request := p.sum(func(c Container) (int64, bool) { return c.Resources.Requests.Cpu().MilliValue(), true })
 	limit := p.sum(func(c Container) (int64, bool) {
@@ -137,11 +138,15 @@ func (p *Plan) sum(get func(Container) (int64, bool)) int64 {
 		switch {
 		case !ok:
 			return 0
-		case c.Init && !c.Sidecar():
-			alone = max(alone, total+v) // beside the earlier sidecars
+		case c.Init:
+			alone = max(alone, v)
 		default:
 			total += v
 		}
 	}
 	return max(total, alone)
+}
+
+func sortedNames(list corev1.ResourceList) []corev1.ResourceName {
+	return slices.Sorted(maps.Keys(list))
 }

@@ -9,8 +9,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// MaskedPaths and ReadonlyPaths are masked or read-only in a container, unless procMount is
-// Unmasked (kubelet's pkg/securitycontext/util.go).
+// MaskedPaths and ReadonlyPaths are masked or read-only in a container (kubelet's pkg/securitycontext/util.go).
 var (
 	MaskedPaths = []string{
 		"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
@@ -21,19 +20,9 @@ var (
 )
 
 func (p *Plan) namespaces() *runtimeapi.NamespaceOption {
-	spec := &p.Pod.Spec
-	out := &runtimeapi.NamespaceOption{Pid: runtimeapi.NamespaceMode_CONTAINER, UsernsOptions: p.usernsOptions()}
-	if spec.HostNetwork {
+	out := &runtimeapi.NamespaceOption{Pid: runtimeapi.NamespaceMode_CONTAINER}
+	if p.Pod.Spec.HostNetwork {
 		out.Network = runtimeapi.NamespaceMode_NODE
-	}
-	if spec.HostIPC {
-		out.Ipc = runtimeapi.NamespaceMode_NODE
-	}
-	switch {
-	case spec.HostPID:
-		out.Pid = runtimeapi.NamespaceMode_NODE
-	case value(spec.ShareProcessNamespace):
-		out.Pid = runtimeapi.NamespaceMode_POD
 	}
 	return out
 }
@@ -49,12 +38,11 @@ func (p *Plan) podContext() *corev1.PodSecurityContext {
 func (p *Plan) sandboxSecurity() *runtimeapi.LinuxSandboxSecurityContext {
 	sc := p.podContext()
 	out := &runtimeapi.LinuxSandboxSecurityContext{
-		NamespaceOptions:         p.namespaces(),
-		SelinuxOptions:           selinux(sc.SELinuxOptions),
-		RunAsUser:                number(sc.RunAsUser),
-		SupplementalGroups:       p.groups(),
-		SupplementalGroupsPolicy: p.groupsPolicy(),
-		Seccomp:                  &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault},
+		NamespaceOptions:   p.namespaces(),
+		SelinuxOptions:     selinux(sc.SELinuxOptions),
+		RunAsUser:          number(sc.RunAsUser),
+		SupplementalGroups: p.groups(),
+		Seccomp:            &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault},
 	}
 	if sc.RunAsUser != nil { // CRI accepts a group only with a user
 		out.RunAsGroup = number(sc.RunAsGroup)
@@ -73,11 +61,6 @@ func (p *Plan) groups() []int64 {
 		out = append(out, *sc.FSGroup)
 	}
 	return append(out, sc.SupplementalGroups...)
-}
-
-func (p *Plan) groupsPolicy() runtimeapi.SupplementalGroupsPolicy {
-	return runtimeapi.SupplementalGroupsPolicy(
-		runtimeapi.SupplementalGroupsPolicy_value[string(value(p.podContext().SupplementalGroupsPolicy))])
 }
 
 func number(n *int64) *runtimeapi.Int64Value {
@@ -128,18 +111,17 @@ func (p *Plan) containerSecurity(c Container,
 		}
 	}
 	out := &runtimeapi.LinuxContainerSecurityContext{
-		Capabilities:             capabilities(sc.Capabilities),
-		Privileged:               value(sc.Privileged),
-		NamespaceOptions:         p.namespaces(),
-		SelinuxOptions:           selinux(sc.SELinuxOptions),
-		RunAsUser:                number(sc.RunAsUser),
-		RunAsGroup:               number(sc.RunAsGroup),
-		ReadonlyRootfs:           value(sc.ReadOnlyRootFilesystem),
-		SupplementalGroups:       p.groups(),
-		SupplementalGroupsPolicy: p.groupsPolicy(),
-		NoNewPrivs:               sc.AllowPrivilegeEscalation != nil && !*sc.AllowPrivilegeEscalation,
-		Seccomp:                  p.seccomp(sc),
-		Apparmor:                 apparmor(sc.AppArmorProfile),
+		Capabilities:       capabilities(sc.Capabilities),
+		Privileged:         value(sc.Privileged),
+		NamespaceOptions:   p.namespaces(),
+		SelinuxOptions:     selinux(sc.SELinuxOptions),
+		RunAsUser:          number(sc.RunAsUser),
+		RunAsGroup:         number(sc.RunAsGroup),
+		ReadonlyRootfs:     value(sc.ReadOnlyRootFilesystem),
+		SupplementalGroups: p.groups(),
+		NoNewPrivs:         sc.AllowPrivilegeEscalation != nil && !*sc.AllowPrivilegeEscalation,
+		Seccomp:            p.seccomp(sc),
+		Apparmor:           apparmor(sc.AppArmorProfile),
 	}
 	if sc.RunAsUser == nil && sc.RunAsGroup != nil { // CRI accepts a group only with a user, so use the image's
 		out.RunAsUser, out.RunAsUsername = image.GetUid(), image.GetUsername()
@@ -147,9 +129,7 @@ func (p *Plan) containerSecurity(c Container,
 			out.RunAsUser = &runtimeapi.Int64Value{}
 		}
 	}
-	if value(sc.ProcMount) != corev1.UnmaskedProcMount {
-		out.MaskedPaths, out.ReadonlyPaths = MaskedPaths, ReadonlyPaths
-	}
+	out.MaskedPaths, out.ReadonlyPaths = MaskedPaths, ReadonlyPaths
 	return out, nil
 }
 
@@ -214,4 +194,8 @@ func profile(kind, localhost string) *runtimeapi.SecurityProfile {
 		ProfileType:  runtimeapi.SecurityProfile_ProfileType(runtimeapi.SecurityProfile_ProfileType_value[kind]),
 		LocalhostRef: localhost,
 	}
+}
+
+func privileged(c *corev1.Container) bool {
+	return c.SecurityContext != nil && value(c.SecurityContext.Privileged)
 }

@@ -40,7 +40,7 @@ func Command() *cobra.Command {
 
 // groups are the commands in the order of the help. A command without a group is listed last.
 var groups = []struct{ title, commands string }{
-	{"Containers and pods:", "run down ps pods logs exec attach cp port-forward inspect stats top events stop kill rm checkpoint restore"},
+	{"Containers and pods:", "run ps pods logs exec attach cp port-forward inspect stats top events kill rm checkpoint restore"},
 	{"Images and disk:", "images pull image df"},
 	{"Node:", "check info version trace debug reset"},
 	{"Daemon:", "serve config"},
@@ -53,7 +53,7 @@ func group(root *cobra.Command) {
 	for _, g := range groups {
 		root.AddGroup(&cobra.Group{ID: g.title, Title: g.title})
 		for name := range strings.FieldsSeq(g.commands) {
-			if cmd, _, err := root.Find([]string{name}); err == nil {
+			if cmd, _, err := root.Find([]string{name}); err == nil && cmd != root {
 				cmd.GroupID = g.title
 				root.RemoveCommand(cmd)
 				root.AddCommand(cmd)

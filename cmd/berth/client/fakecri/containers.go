@@ -60,7 +60,7 @@ func (s *Server) CreateContainer(ctx context.Context,
 func (s *Server) addContainer(p *pod, config *runtimeapi.ContainerConfig) *container {
 	c := &container{id: s.newID("c"), podID: p.id, config: config, ended: make(chan struct{})}
 	c.status = &runtimeapi.ContainerStatus{
-		Id: c.id, Metadata: config.GetMetadata(), CreatedAt: time.Now().UnixNano(), Labels: config.GetLabels(),
+		Id: c.id, Metadata: config.GetMetadata(), CreatedAt: time.Now().UnixNano(), Labels: config.GetLabels(), Annotations: config.GetAnnotations(),
 		Image: config.GetImage(), LogPath: filepath.Join(p.config.GetLogDirectory(), config.GetLogPath()),
 	}
 	s.containers[c.id] = c
@@ -178,7 +178,7 @@ func (s *Server) ListContainers(context.Context,
 	for _, c := range s.containers {
 		reply.Containers = append(reply.Containers, &runtimeapi.Container{
 			Id: c.id, PodSandboxId: c.podID, Metadata: c.config.GetMetadata(), Image: c.config.GetImage(),
-			State: c.status.State, CreatedAt: c.status.CreatedAt, Labels: c.config.GetLabels(),
+			State: c.status.State, CreatedAt: c.status.CreatedAt, Labels: c.config.GetLabels(), Annotations: c.config.GetAnnotations(),
 		})
 	}
 	return reply, nil
