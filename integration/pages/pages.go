@@ -27,6 +27,7 @@ var Places = map[string]Place{
 	Machine:     {Test: "TestPages"},
 	Guest:       {Test: "TestPagesInGuest", Pages: []string{"install.md", "operations.md"}},
 	Crictl:      {Test: "TestPagesCrictl", Pages: []string{"kubelet.md"}},
+	Kubelet:     {Test: "TestKubeletStandalone", Pages: []string{"standalone.md"}},
 	Kubeadm:     {Test: "TestControlPlaneKubeadm", Pages: []string{"kubeadm.md"}},
 	KubeadmNode: {Test: "TestControlPlaneKubeadm", Pages: []string{"kubeadm.md"}},
 	Migration:   {Test: "TestControlPlaneMigration", Pages: []string{"migration.md"}},
@@ -45,6 +46,8 @@ const (
 	Guest = "guest"
 	// Crictl is a machine with crictl, and a pod of contrib/examples/web.yaml.
 	Crictl = "crictl"
+	// Kubelet is a machine with a kubelet that has no control plane.
+	Kubelet = "kubelet"
 	// Kubeadm is a machine with kubeadm and its cluster.
 	Kubeadm = "kubeadm"
 	// KubeadmNode is a second machine, which joins that cluster.
