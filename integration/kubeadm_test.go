@@ -45,7 +45,7 @@ func TestControlPlaneKubeadm(t *testing.T) {
 		t.Errorf("kubeadm reset has left %v", left)
 	}
 	for _, m := range []*kubeadm{c.first, c.second} {
-		harness.Equal(t, "pods after kubeadm reset", m.command(t, "berth", "pods", "--quiet"), "")
+		harness.Equal(t, "pods after kubeadm reset", m.command(t, "berth", "ps", "--all", "--pods", "--quiet"), "")
 	}
 }
 
@@ -130,7 +130,7 @@ func (c *kubeadmCluster) runDeployment(t *testing.T) {
 	c.first.command(t, "kubectl", "create", "deployment", "web", "--image", "docker.io/library/busybox:latest", "--", "sleep", "100000")
 	c.first.command(t, "kubectl", "wait", "--for=condition=Available", fmt.Sprintf("--timeout=%v", kubeletPatience), "deployment/web")
 	c.web = c.container(t)
-	harness.WantText(t, "pods on the second node", c.second.command(t, "berth", "pods"), "web-")
+	harness.WantText(t, "pods on the second node", c.second.command(t, "berth", "ps", "--pods"), "web-")
 	harness.WantText(t, "ID of the container", c.web, "berth://")
 }
 

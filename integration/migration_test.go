@@ -187,7 +187,7 @@ func (m *migration) awaitPods(t *testing.T, runtime string) {
 func (m *migration) awaitNoPods(t *testing.T) {
 	t.Helper()
 	harness.Must(t, harness.PollUpTo(kubeletPatience, kubeletPause, func() error {
-		out, err := exec.Command(filepath.Join(harness.BinDir, "berth"), "pods", "--quiet", "--socket", "unix://"+containerdSocket).CombinedOutput()
+		out, err := exec.Command(filepath.Join(harness.BinDir, "berth"), "ps", "--all", "--pods", "--quiet", "--socket", "unix://"+containerdSocket).CombinedOutput()
 		if err == nil && len(out) > 0 {
 			err = fmt.Errorf("pods %s", out)
 		}

@@ -278,39 +278,28 @@ func TestCheckFindsOtherRuntimes(t *testing.T) {
 	}
 }
 
-// `berth exec` and `berth attach` in a terminal pass on keys and sizes, and return the exit code.
+// `berth exec` in a terminal passes on keys and sizes, and returns the exit code.
 func TestOperatorTerminal(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	const program = "tty; while read x; do stty size; [ $x = bye ] && exit 5; done"
-	c := pod.Run(t, harness.Script(program), harness.WithTerminal)
-	for _, tt := range []struct {
-		args []string
-		code int
-	}{
-		{[]string{"exec", "-it", c.Id, "sh", "-c", program}, 5},
-		{[]string{"attach", "-it", c.Id}, 0},
-	} {
-		t.Run(tt.args[0], func(t *testing.T) {
-			cmd := operatorCommand(d, tt.args...)
-			master, shown := runInTerminal(t, cmd)
-			harness.Must(t, term.SetWinsize(master.Fd(), &term.Winsize{Width: 111, Height: 44}))
-			harness.Eventually(t, "the size arrives", func() error {
-				if _, err := master.WriteString("x\n"); err != nil {
-					return err
-				}
-				if !strings.Contains(shown.String(), "44 111") {
-					return fmt.Errorf("the terminal shows %q", shown.String())
-				}
-				return nil
-			})
-			_, err := master.WriteString("bye\n")
-			harness.Must(t, err)
-			_ = cmd.Wait()
-			harness.Equal(t, "exit code", cmd.ProcessState.ExitCode(), tt.code)
-		})
-	}
-	harness.Equal(t, "the container's exit code", c.WaitExited(t).ExitCode, 5)
+	c := pod.Run(t)
+	cmd := operatorCommand(d, "exec", "-it", c.Id, "sh", "-c", program)
+	master, shown := runInTerminal(t, cmd)
+	harness.Must(t, term.SetWinsize(master.Fd(), &term.Winsize{Width: 111, Height: 44}))
+	harness.Eventually(t, "the size arrives", func() error {
+		if _, err := master.WriteString("x\n"); err != nil {
+			return err
+		}
+		if !strings.Contains(shown.String(), "44 111") {
+			return fmt.Errorf("the terminal shows %q", shown.String())
+		}
+		return nil
+	})
+	_, err := master.WriteString("bye\n")
+	harness.Must(t, err)
+	_ = cmd.Wait()
+	harness.Equal(t, "exit code", cmd.ProcessState.ExitCode(), 5)
 }
 
 // runInTerminal starts a command in a new pseudo-terminal.
@@ -328,29 +317,6 @@ func runInTerminal(t *testing.T, cmd *exec.Cmd) (master *os.File, shown *session
 	shown = &sessions.Screen{}
 	go func() { _, _ = io.Copy(shown, master) }() // until the terminal is closed (EIO)
 	return master, shown
-}
-
-func TestOperatorPortForward(t *testing.T) {
-	d := harness.StartDaemon(t)
-	pod := d.RunPod(t)
-	c := pod.Run(t, harness.Script("mkdir /srv && echo the page >/srv/index.html && exec httpd -f -p [::1]:8392 -h /srv")) // IPv6 only
-	harness.Eventually(t, "the server listens", func() error {
-		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"wget", "-q", "-O-", "http://[::1]:8392/"}, 0)
-		return err
-	})
-	cmd := operatorCommand(d, "port-forward", pod.Id, ":8392")
-	var out sessions.Screen
-	cmd.Stdout, cmd.Stderr = &out, &out
-	harness.Must(t, cmd.Start())
-	out.WaitFor(t, "Forwarding from ")
-	out.WaitFor(t, " -> 8392")
-	var address string
-	_, err := fmt.Sscanf(out.String(), "Forwarding from %s", &address)
-	harness.Must(t, err)
-	harness.Equal(t, "page", httpGet(t, "http://"+address+"/"), "the page\n")
-	harness.Must(t, cmd.Process.Signal(syscall.SIGINT))
-	_ = cmd.Wait()
-	harness.Equal(t, "exit code after Ctrl-C", cmd.ProcessState.ExitCode(), 130)
 }
 
 // libraryLine matches a line of klog, such as "E1123 12:00:00.000000   42 portforward.go:549] …".
@@ -399,77 +365,18 @@ func (s *operatorSession) keepTyping(t *testing.T) {
 // A session that loses its connection prints one line of berth's own.
 func TestOperatorLostSessionPrintsOneLine(t *testing.T) {
 	d := harness.StartDaemon(t)
-	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script("echo up; exec cat"), harness.WithStdin(false))
-	running := map[string]*operatorSession{
-		"exec":   startSession(t, d, "exec", "-i", c.Id, "sh", "-c", "echo up; exec cat"),
-		"attach": startSession(t, d, "attach", "-i", c.Id),
-	}
-	for name, s := range running {
-		s.keepTyping(t)
-		s.stdout.WaitFor(t, "xxx")
-		t.Logf("%s is connected", name)
-	}
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
+	s := startSession(t, d, "exec", "-i", c.Id, "sh", "-c", "echo up; exec cat")
+	s.keepTyping(t)
+	s.stdout.WaitFor(t, "xxx")
 	d.Kill(t)
-	for name, s := range running {
-		t.Run(name, func(t *testing.T) {
-			_ = s.cmd.Wait()
-			onlyOwnLines(t, s.stderr.String())
-			if lines := strings.Count(s.stderr.String(), "\n"); lines > 1 || lines == 1 && !strings.HasPrefix(s.stderr.String(), "berth: "+name+" ") {
-				t.Errorf("stderr is %q", s.stderr.String())
-			}
-			if s.cmd.ProcessState.ExitCode() == 0 {
-				t.Error("the exit code of a lost session is 0, want another")
-			}
-		})
+	_ = s.cmd.Wait()
+	onlyOwnLines(t, s.stderr.String())
+	if lines := strings.Count(s.stderr.String(), "\n"); lines > 1 || lines == 1 && !strings.HasPrefix(s.stderr.String(), "berth: exec ") {
+		t.Errorf("stderr is %q", s.stderr.String())
+	}
+	if s.cmd.ProcessState.ExitCode() == 0 {
+		t.Error("the exit code of a lost session is 0, want another")
 	}
 	d.Start(t)
-}
-
-// A forwarded connection that its client resets prints nothing. A port without a listener prints an
-// error.
-func TestOperatorPortForwardPrintsRefusalsOnly(t *testing.T) {
-	d := harness.StartDaemon(t)
-	pod := d.RunPod(t)
-	c := pod.Run(t, harness.Script("while true; do head -c 10000000 /dev/zero | nc -l -p 8392; done"))
-	harness.Eventually(t, "the server listens", func() error {
-		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "netstat -ltn | grep -q :8392"}, 0)
-		return err
-	})
-	s := startSession(t, d, "port-forward", pod.Id, ":8392", ":8393")
-	s.stdout.WaitFor(t, " -> 8393")
-	resetAfterReading(t, forwardedAddress(t, s, 8392))
-	s.stdout.WaitFor(t, "Handling connection")
-	harness.Eventually(t, "the server has noticed the reset", func() error { // the pod's side ends, and the server listens again
-		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "netstat -ltn | grep -q :8392"}, 0)
-		return err
-	})
-	conn := harness.Get(net.Dial("tcp", forwardedAddress(t, s, 8393)))(t)
-	defer conn.Close()
-	if err := s.cmd.Wait(); err == nil {
-		t.Error("the exit code for a port without listener is 0, want another")
-	}
-	onlyOwnLines(t, s.stderr.String())
-	if text := s.stderr.String(); strings.Count(text, "\n") != 1 || !strings.HasPrefix(text, "berth: forward ports of pod ") || !strings.Contains(text, "connection refused") {
-		t.Errorf("stderr is %q", text)
-	}
-}
-
-// forwardedAddress returns the local address of a port-forward for a port of the pod.
-func forwardedAddress(t *testing.T, s *operatorSession, port int) string {
-	t.Helper()
-	m := regexp.MustCompile(fmt.Sprintf(`Forwarding from (\S+) -> %d\n`, port)).FindStringSubmatch(s.stdout.String())
-	if m == nil {
-		t.Fatalf("port %d is not forwarded: %q", port, s.stdout.String())
-	}
-	return m[1]
-}
-
-// resetAfterReading connects, reads some data and resets the connection.
-func resetAfterReading(t *testing.T, address string) {
-	t.Helper()
-	conn := harness.Get(net.Dial("tcp", address))(t).(*net.TCPConn)
-	_, err := io.ReadFull(conn, make([]byte, 1000))
-	harness.Must(t, err)
-	harness.Must(t, conn.SetLinger(0))
-	harness.Must(t, conn.Close())
 }

@@ -42,7 +42,7 @@ processes with what berth would create.`,
 		Example: "  berth checkpoint inspect web.tar\n  berth checkpoint inspect web.tar -o json",
 		Args:    cli.Args(1, 1, "name a file"),
 	}
-	format := addOutputFlag(cmd, outputTable, outputJSON, outputYAML, outputTemplate)
+	format := addOutputFlag(cmd)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		i, err := inspectCheckpoint(cmd.Context(), c, args[0])
 		if err != nil {
@@ -51,7 +51,7 @@ processes with what berth would create.`,
 		if format.format == outputTable {
 			err = i.print(cmd)
 		} else {
-			err = printValue(cmd.OutOrStdout(), format, i)
+			err = printJSON(cmd.OutOrStdout(), i)
 		}
 		if err == nil && len(i.Prevents) > 0 {
 			err = &cli.ExitStatus{Code: 1}

@@ -1,5 +1,5 @@
 // Package operator provides the commands that talk to a daemon, or to another CRI runtime, over its
-// socket. They use only CRI where they can. cp, top and kill also use the host's /proc. trace and
+// socket. They use only CRI where they can. cp also uses the host's /proc. trace and
 // exec's options --user, --workdir and --env need berth.
 package operator
 
@@ -21,11 +21,7 @@ type Connection struct{ Socket string }
 
 // AddFlag adds --socket to flags of cmd, and crictl's name for it to cmd and its subcommands.
 func (o *Connection) AddFlag(cmd *cobra.Command, flags *pflag.FlagSet) {
-	short := "s"
-	if cmd.Flags().ShorthandLookup(short) != nil { // kill's --signal
-		short = ""
-	}
-	flags.StringVarP(&o.Socket, "socket", short, defaultSocket(),
+	flags.StringVarP(&o.Socket, "socket", "s", defaultSocket(),
 		"CRI socket of the runtime; also --runtime-endpoint (environment: BERTH_SOCKET, CONTAINER_RUNTIME_ENDPOINT)")
 	cmd.SetGlobalNormalizationFunc(crictlNames)
 }
@@ -34,11 +30,8 @@ func (o *Connection) AddFlag(cmd *cobra.Command, flags *pflag.FlagSet) {
 func Commands() []*cobra.Command {
 	o := &Connection{}
 	commands := []*cobra.Command{
-		runCommand(o), psCommand(o), podsCommand(o), inspectCommand(o), logsCommand(o), execCommand(o), attachCommand(o),
-		cpCommand(o), portForwardCommand(o), topCommand(o), statsCommand(o), eventsCommand(o), killCommand(o),
-		rmCommand(o), imagesCommand(o), pullCommand(o),
-		dfCommand(o), infoCommand(o), versionCommand(o), checkpointCommand(o), restoreCommand(o),
-		traceCommand(o),
+		runCommand(o), psCommand(o), logsCommand(o), execCommand(o), cpCommand(o), rmCommand(o), imagesCommand(o), pullCommand(o),
+		versionCommand(o), checkpointCommand(o), restoreCommand(o), traceCommand(o),
 	}
 	all := slices.Clone(commands)
 	for _, cmd := range commands {

@@ -4,8 +4,6 @@ import (
 	"cmp"
 	"context"
 	"slices"
-	"strconv"
-	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -20,7 +18,7 @@ func imagesCommand(o *Connection) *cobra.Command {
 		Short: "List images",
 		Args:  cli.NoArgs,
 	}
-	l := addListFlags(cmd, imageFilters.keys())
+	l := addListFlags(cmd)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
 		rows, err := imageRows(cmd.Context(), c)
 		if err != nil {
@@ -29,10 +27,7 @@ func imagesCommand(o *Connection) *cobra.Command {
 		if l.isTable() {
 			rows = perTag(rows)
 		}
-		if rows, err = imageFilters.apply(rows, l.filters); err != nil {
-			return err
-		}
-		return printList(cmd.OutOrStdout(), l, rows, imageHeader, imageWide)
+		return printList(cmd.OutOrStdout(), l, rows, "IMAGE", "ID", "SIZE")
 	})
 	return cmd
 }
@@ -40,42 +35,14 @@ func imagesCommand(o *Connection) *cobra.Command {
 // imageRow is a row of images.
 type imageRow struct{ client.Image }
 
-var (
-	imageHeader = []string{"IMAGE", "ID", "SIZE"}
-	imageWide   = []string{"DIGEST", "PINNED", "KIND"}
-)
-
-var imageFilters = filters[imageRow]{
-	"id":        byPrefix(func(r imageRow) string { return r.ID }),
-	"reference": byPatternOfAny(imageRow.names),
-	"pinned":    byWord(func(r imageRow) string { return strconv.FormatBool(r.Pinned) }),
-	"dangling":  byWord(func(r imageRow) string { return strconv.FormatBool(len(r.Tags) == 0) }),
-}
-
-// names returns the tags, or what stands for them in the table.
-func (r imageRow) names() []string {
-	if len(r.Tags) == 0 {
-		return []string{r.Name()}
-	}
-	return r.Tags
-}
-
 func (r imageRow) fullID() string { return r.ID }
 
 func (r imageRow) cells(l *listFlags) []terminal.Cell {
-	digest := "<none>"
-	if len(r.Digests) > 0 {
-		_, digest, _ = strings.Cut(r.Digests[0], "@")
-	}
-	kind := "image"
-	if r.ArtifactType != "" {
-		kind = "artifact"
-	}
 	size := terminal.Bytes(r.Size)
 	if r.Fetched != "" {
 		size += " (" + r.Fetched + " fetched)"
 	}
-	return cells(r.Name(), l.id(r.ID), size, digest, strconv.FormatBool(r.Pinned), kind)
+	return cells(r.Name(), l.id(r.ID), size)
 }
 
 // perTag returns one row per tag, which are the lines of the table, as with docker and crictl.
@@ -104,12 +71,4 @@ func imageRows(ctx context.Context, c *client.Client) ([]imageRow, error) {
 		rows = append(rows, imageRow{img})
 	}
 	return rows, nil
-}
-
-// orEmpty replaces nil by an empty list, so that JSON has an array.
-func orEmpty(list []string) []string {
-	if list == nil {
-		return []string{}
-	}
-	return list
 }

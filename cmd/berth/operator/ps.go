@@ -3,7 +3,6 @@ package operator
 import (
 	"context"
 	"fmt"
-	"strconv"
 	"strings"
 	"time"
 
@@ -20,63 +19,28 @@ func psCommand(o *Connection) *cobra.Command {
 	var all, pods bool
 	cmd := &cobra.Command{
 		Use:   "ps",
-		Short: "List containers",
-		Long: `List running containers, or all with -a. "berth pods" lists pods.
-
-The filters name, pod, namespace and image are regular expressions. A template's
-fields have the names of -o json.`,
-		Example: "  berth ps -a --filter pod=web --filter state=exited\n" +
-			"  berth ps -q --no-trunc\n" +
-			"  berth ps -o go-template='{{.pod}}/{{.name}} {{.image}}'",
-		Args: cli.NoArgs,
+		Short: "List containers, or pods",
+		Long:  `List running containers, or all with -a; with --pods, ready pods or all. crictl has filters and more columns.`,
+		Args:  cli.NoArgs,
 	}
-	l := addListFlags(cmd, containerFilters.keys())
-	cmd.Flags().BoolVarP(&all, "all", "a", false, "also list containers that do not run")
+	l := addListFlags(cmd)
+	cmd.Flags().BoolVarP(&all, "all", "a", false, "also list containers that do not run, and pods that are not ready")
 	cmd.Flags().BoolVar(&pods, "pods", false, "list pods instead of containers")
 	cmd.RunE = o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
 		if pods {
-			return listPods(cmd, c, l, all)
+			rows, err := podRows(cmd.Context(), c, all)
+			if err != nil {
+				return err
+			}
+			return printList(cmd.OutOrStdout(), l, rows, "POD", "NAME", "NAMESPACE", "STATE", "IP", "AGE")
 		}
-		rows, err := containerRows(cmd.Context(), c, all || filtersBy(l, "state", "status", "exited"))
+		rows, err := containerRows(cmd.Context(), c, all)
 		if err != nil {
 			return err
 		}
-		if rows, err = containerFilters.apply(rows, l.filters); err != nil {
-			return err
-		}
-		return printList(cmd.OutOrStdout(), l, rows, containerHeader, containerWide)
+		return printList(cmd.OutOrStdout(), l, rows, "CONTAINER", "NAME", "POD", "IMAGE", "STATE", "AGE")
 	})
 	return cmd
-}
-
-func podsCommand(o *Connection) *cobra.Command {
-	cmd := &cobra.Command{
-		Use:   "pods",
-		Short: "List pods",
-		Long: `List all pods. "berth ps --pods" lists only those that are ready.
-
-The filters name and namespace are regular expressions. A template's fields have the
-names of -o json.`,
-		Example: "  berth pods --filter state=ready --filter label=app=web",
-		Args:    cli.NoArgs,
-	}
-	l := addListFlags(cmd, podFilters.keys())
-	cmd.RunE = o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
-		return listPods(cmd, c, l, true)
-	})
-	return cmd
-}
-
-// filtersBy reports whether a filter with one of the keys is given.
-func filtersBy(l *listFlags, keys ...string) bool {
-	for _, key := range keys {
-		for _, f := range l.filters {
-			if strings.HasPrefix(f, key+"=") {
-				return true
-			}
-		}
-	}
-	return false
 }
 
 // containerRow is the JSON form of a container, and a row of ps.
@@ -96,30 +60,10 @@ type containerRow struct {
 	Labels    map[string]string `json:"labels,omitempty"`
 }
 
-var (
-	containerHeader = []string{"CONTAINER", "NAME", "POD", "IMAGE", "STATE", "AGE"}
-	containerWide   = []string{"NAMESPACE", "POD ID", "IMAGE ID", "ATTEMPT", "REASON"}
-)
-
-var containerFilters = filters[containerRow]{
-	"id":        byPrefix(func(r containerRow) string { return r.ID }),
-	"name":      byPattern(func(r containerRow) string { return r.Name }),
-	"pod":       byPattern(func(r containerRow) string { return r.Pod }),
-	"namespace": byPattern(func(r containerRow) string { return r.Namespace }),
-	"image":     byPattern(func(r containerRow) string { return r.Image }),
-	"state":     byWord(func(r containerRow) string { return r.State }),
-	"status":    byWord(func(r containerRow) string { return r.State }), // docker's name
-	"label":     byLabel(func(r containerRow) map[string]string { return r.Labels }),
-	"exited": func(r containerRow, value string) (bool, error) {
-		return r.ExitCode != nil && strconv.Itoa(int(*r.ExitCode)) == value, nil
-	},
-}
-
 func (r containerRow) fullID() string { return r.ID }
 
 func (r containerRow) cells(l *listFlags) []terminal.Cell {
-	row := cells(l.id(r.ID), r.Name, r.Pod, r.Image, r.State, terminal.Age(time.Now(), r.Created),
-		r.Namespace, l.id(r.PodID), l.id(r.ImageID), strconv.Itoa(int(r.Attempt)), r.Reason)
+	row := cells(l.id(r.ID), r.Name, r.Pod, r.Image, r.State, terminal.Age(time.Now(), r.Created))
 	state := &row[4]
 	switch {
 	case r.ExitCode != nil:
@@ -191,7 +135,7 @@ func (r *containerRow) addExit(ctx context.Context, c *client.Client) error {
 // stateWord converts the name of a protobuf enum to a word.
 func stateWord(name, prefix string) string { return strings.ToLower(strings.TrimPrefix(name, prefix)) }
 
-// podRow is the JSON form of a pod, and a row of pods.
+// podRow is the JSON form of a pod, and a row of ps --pods.
 type podRow struct {
 	ID        string            `json:"id"`
 	Name      string            `json:"name"`
@@ -205,40 +149,14 @@ type podRow struct {
 	Labels    map[string]string `json:"labels,omitempty"`
 }
 
-var (
-	podHeader = []string{"POD", "NAME", "NAMESPACE", "STATE", "IP", "AGE"}
-	podWide   = []string{"UID", "ATTEMPT", "HANDLER"}
-)
-
-var podFilters = filters[podRow]{
-	"id":        byPrefix(func(r podRow) string { return r.ID }),
-	"name":      byPattern(func(r podRow) string { return r.Name }),
-	"namespace": byPattern(func(r podRow) string { return r.Namespace }),
-	"state":     byWord(func(r podRow) string { return r.State }),
-	"status":    byWord(func(r podRow) string { return r.State }), // podman's name
-	"label":     byLabel(func(r podRow) map[string]string { return r.Labels }),
-}
-
 func (r podRow) fullID() string { return r.ID }
 
 func (r podRow) cells(l *listFlags) []terminal.Cell {
-	row := cells(l.id(r.ID), r.Name, r.Namespace, r.State, strings.Join(r.IPs, ","), terminal.Age(time.Now(), r.Created),
-		r.UID, strconv.Itoa(int(r.Attempt)), r.Handler)
+	row := cells(l.id(r.ID), r.Name, r.Namespace, r.State, strings.Join(r.IPs, ","), terminal.Age(time.Now(), r.Created))
 	if r.State == "ready" {
 		row[3].Color = terminal.Green
 	}
 	return row
-}
-
-func listPods(cmd *cobra.Command, c *client.Client, l *listFlags, all bool) error {
-	rows, err := podRows(cmd.Context(), c, all || filtersBy(l, "state", "status"))
-	if err != nil {
-		return err
-	}
-	if rows, err = podFilters.apply(rows, l.filters); err != nil {
-		return err
-	}
-	return printList(cmd.OutOrStdout(), l, rows, podHeader, podWide)
 }
 
 func podRows(ctx context.Context, c *client.Client, all bool) ([]podRow, error) {
@@ -260,7 +178,7 @@ func podRows(ctx context.Context, c *client.Client, all bool) ([]podRow, error) 
 		rows = append(rows, podRow{
 			ID: item.GetId(), Name: meta.GetName(), Namespace: meta.GetNamespace(), UID: meta.GetUid(),
 			Attempt: meta.GetAttempt(), Handler: item.GetRuntimeHandler(), Labels: item.GetLabels(),
-			State: stateWord(item.GetState().String(), "SANDBOX_"), IPs: orEmpty(client.PodIPs(status)),
+			State: stateWord(item.GetState().String(), "SANDBOX_"), IPs: append([]string{}, client.PodIPs(status)...),
 			Created: time.Unix(0, item.GetCreatedAt()),
 		})
 	}

@@ -26,12 +26,10 @@ import (
 	"berth/cmd/berth/terminal"
 )
 
-// session is the common part of exec and attach: it connects a client's input and output to a
-// command, at a URL from the runtime.
+// session connects this program's input and output to a command, at a URL from the runtime.
 type session struct {
 	stdin, terminal bool
 	tls             rest.TLSClientConfig // for runtimes that serve sessions over TLS
-	leave           func()               // called on Ctrl-P Ctrl-Q; nil: pass the keys on
 }
 
 func (s *session) addFlags(cmd *cobra.Command) {
@@ -67,9 +65,6 @@ func (s *session) run(ctx context.Context, cmd *cobra.Command,
 		if screen != nil {
 			options.TerminalSizeQueue = screen
 		}
-	}
-	if s.stdin && s.leave != nil {
-		options.Stdin = &leaving{term.NewEscapeProxy(options.Stdin, leaveKeys), s.leave}
 	}
 	err = s.stream(ctx, offer, options)
 	var exit clientexec.CodeExitError
@@ -152,23 +147,6 @@ func (s resultStream) Read(p []byte) (int, error) {
 	n, err := s.Stream.Read(p)
 	if n > 0 {
 		s.u.arrived.Store(true)
-	}
-	return n, err
-}
-
-// leaveKeys are Ctrl-P Ctrl-Q, as with other clients of containers.
-var leaveKeys = []byte{'P' & 0x1f, 'Q' & 0x1f}
-
-// leaving is a reader that ends at leaveKeys.
-type leaving struct {
-	io.Reader
-	leave func()
-}
-
-func (l *leaving) Read(b []byte) (int, error) {
-	n, err := l.Reader.Read(b)
-	if errors.As(err, &term.EscapeError{}) {
-		l.leave()
 	}
 	return n, err
 }

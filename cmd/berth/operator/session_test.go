@@ -57,16 +57,6 @@ func (commands) Exec(ctx context.Context, _ string, cmd stream.Command, s stream
 	return 0, errors.New("no such command: " + command[0])
 }
 
-// Attach echoes its input.
-func (c commands) Attach(ctx context.Context, id string, terminal bool, s stream.IO) error {
-	if s.Stdin == nil {
-		_, err := c.Exec(ctx, id, stream.Command{Args: []string{"hang"}, Terminal: terminal}, s)
-		return err
-	}
-	_, err := c.Exec(ctx, id, stream.Command{Args: []string{"cat"}, Terminal: terminal}, s)
-	return err
-}
-
 // newSessions returns a console with a pod "web" whose container "app" has sessions.
 func newSessions(t *testing.T) *console {
 	t.Helper()
@@ -134,29 +124,6 @@ func TestSessionInterrupted(t *testing.T) {
 	c.onOutput = func() { raise(t, syscall.SIGINT) }
 	if stdout, stderr, code := c.do("exec", "app", "hang"); stdout != "up" || stderr != "berth: interrupted\n" || code != 130 {
 		t.Errorf("exec: %q, %q, %d", stdout, stderr, code)
-	}
-	if stdout, stderr, code := c.do("attach", "app"); stdout != "up" || stderr != "" || code != 130 {
-		t.Errorf("attach: %q, %q, %d", stdout, stderr, code)
-	}
-}
-
-func TestAttach(t *testing.T) {
-	c := newSessions(t)
-	c.stdin = "hello"
-	if got := c.must("attach", "-i", "app"); got != "hello" {
-		t.Errorf("attach: %q", got)
-	}
-	if _, stderr, code := c.do("attach", "other"); code != 1 || !strings.HasSuffix(stderr, `no container or pod "other"`+"\n") {
-		t.Errorf("%q, %d", stderr, code)
-	}
-}
-
-// In a terminal the container gets Ctrl-C, and other keys end the session.
-func TestAttachLeft(t *testing.T) {
-	c := newSessions(t)
-	c.stdin = "\x10\x11"
-	if _, stderr, code := c.do("attach", "-it", "app"); stderr != "" || code != 0 {
-		t.Errorf("%q, %d", stderr, code)
 	}
 }
 

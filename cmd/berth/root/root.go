@@ -40,9 +40,9 @@ func Command() *cobra.Command {
 
 // groups are the commands in the order of the help. A command without a group is listed last.
 var groups = []struct{ title, commands string }{
-	{"Containers and pods:", "run ps pods logs exec attach cp port-forward inspect stats top events kill rm checkpoint restore"},
-	{"Images and disk:", "images pull image df"},
-	{"Node:", "check info version trace debug reset"},
+	{"Containers and pods:", "run ps logs exec cp rm checkpoint restore"},
+	{"Images and disk:", "images pull image"},
+	{"Node:", "check version trace debug reset"},
 	{"Daemon:", "serve config"},
 }
 
