@@ -280,30 +280,39 @@ func TestClientsGetMuch(t *testing.T) {
 // command, and the client of an attach gets the reason. Both would take a missing result as success.
 func TestServerEndsSessions(t *testing.T) {
 	for protocol, executor := range executors {
-		for reason, idle := range map[string]time.Duration{"no traffic": 10 * time.Millisecond, errStopping.Error(): time.Hour} {
+		for reason, idle := range map[string]time.Duration{"no traffic": 100 * time.Millisecond, errStopping.Error(): time.Hour} {
 			t.Run(protocol+" "+reason, func(t *testing.T) {
 				began := make(chan struct{})
 				s, err := Listen(Config{Address: "127.0.0.1:0", IdleTimeout: idle, Log: slog.New(slog.DiscardHandler)},
 					doing{exec: func(ctx context.Context, s stream.IO) error {
-						began <- struct{}{}
-						<-ctx.Done()
+						select {
+						case began <- struct{}{}:
+							<-ctx.Done()
+						case <-ctx.Done():
+						}
 						return ctx.Err()
 					}})
 				testutil.Must(t, err)
 				stop := s.start(t)
-				run := func(address string, err error) <-chan error {
-					testutil.Must(t, err)
-					u, err := url.Parse(address)
-					testutil.Must(t, err)
-					x, err := executor(u)
-					testutil.Must(t, err)
-					ended := make(chan error, 1)
-					go func() { ended <- x.StreamWithContext(t.Context(), client.StreamOptions{Stdout: io.Discard}) }()
-					<-began
-					return ended
+				run := func(offer func() (string, error)) <-chan error {
+					for {
+						address, err := offer()
+						testutil.Must(t, err)
+						u, err := url.Parse(address)
+						testutil.Must(t, err)
+						x, err := executor(u)
+						testutil.Must(t, err)
+						ended := make(chan error, 1)
+						go func() { ended <- x.StreamWithContext(t.Context(), client.StreamOptions{Stdout: io.Discard}) }()
+						select {
+						case <-began:
+							return ended
+						case <-ended: // on a busy machine, before it began
+						}
+					}
 				}
-				exec := run(s.Exec(&runtimeapi.ExecRequest{Stdout: true}))
-				attach := run(s.Attach(&runtimeapi.AttachRequest{Stdout: true}))
+				exec := run(func() (string, error) { return s.Exec(&runtimeapi.ExecRequest{Stdout: true}) })
+				attach := run(func() (string, error) { return s.Attach(&runtimeapi.AttachRequest{Stdout: true}) })
 				if idle == time.Hour {
 					stop()
 				}
