@@ -96,7 +96,6 @@ var unmarked = map[string]string{
 
 	"cmd/berth/images.writeWhole: os.OpenFile os.CreateTemp os.Remove os.Rename": ofCommand,
 
-	"cmd/berth/operator.killContainer: pidfd.Signal":                         signal,
 	"cmd/berth/operator.packDir: os.OpenFile":                                ofCommand,
 	"cmd/berth/operator.run: os.Remove":                                      ofCommand,
 	"cmd/berth/operator.savePod: os.Mkdir":                                   ofCommand,
