@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -17,6 +18,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint"
+	"berth/cmd/berth/config"
 	"berth/cmd/berth/node"
 	"berth/cni"
 	"berth/image"
@@ -408,4 +410,15 @@ func (f *facts) withPlugin(t *testing.T, noted bool) {
 		testutil.Must(t, err)
 	}
 	f.processes[50] = &process{pid: 50, parent: 1, name: "plugin", groups: []string{"/system.slice/berth.service/" + name}}
+}
+
+// The sockets that the daemon makes by default are files of berth.
+func TestDefaultSocketsAreKnown(t *testing.T) {
+	t.Parallel()
+	c := config.Default()
+	below, err := filepath.Rel(c.State, c.NRISocket)
+	testutil.Must(t, err)
+	if first, _, _ := strings.Cut(below, "/"); !slices.Contains(inState, first) {
+		t.Errorf("%s is reported as no file of berth", c.NRISocket)
+	}
 }
