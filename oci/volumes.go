@@ -112,8 +112,8 @@ func placeOf(declared string, resolve func(string) (string, error)) (string, err
 }
 
 func isTooLong(p string) bool {
-	names := strings.Split(p, "/")
-	return len(p) > maxVolumePath || slices.ContainsFunc(names, func(name string) bool { return len(name) > unix.NAME_MAX })
+	isLong := func(name string) bool { return len(name) > unix.NAME_MAX }
+	return len(p) > maxVolumePath || slices.ContainsFunc(strings.Split(p, "/"), isLong)
 }
 
 // volumeMounts returns the mounts of a container's anonymous volumes.

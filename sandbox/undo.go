@@ -80,7 +80,8 @@ func (m *Manager) release(ctx context.Context, p lockedPod) error {
 	}
 	now, _, planErr := m.network.Plan(p.PodSpec)
 	stripped := p.Undo != nil && p.Undo.Failures >= strippedAfter
-	if planErr != nil || string(now.ConfList) == string(p.Network.ConfList) || now.Network != p.Network.Network && !stripped {
+	if planErr != nil || string(now.ConfList) == string(p.Network.ConfList) ||
+		now.Network != p.Network.Network && !stripped {
 		return err
 	}
 	if presentErr := m.network.Detach(ctx, p.PodSpec, now); presentErr != nil {

@@ -30,8 +30,8 @@ func (o *Connection) AddFlag(cmd *cobra.Command, flags *pflag.FlagSet) {
 func Commands() []*cobra.Command {
 	o := &Connection{}
 	commands := []*cobra.Command{
-		runCommand(o), psCommand(o), logsCommand(o), execCommand(o), cpCommand(o), rmCommand(o), imagesCommand(o), pullCommand(o),
-		versionCommand(o), checkpointCommand(o), restoreCommand(o), traceCommand(o),
+		runCommand(o), psCommand(o), logsCommand(o), execCommand(o), cpCommand(o), rmCommand(o), imagesCommand(o),
+		pullCommand(o), versionCommand(o), checkpointCommand(o), restoreCommand(o), traceCommand(o),
 	}
 	all := slices.Clone(commands)
 	for _, cmd := range commands {

@@ -95,14 +95,18 @@ type podRun struct {
 func Run(ctx, now context.Context, c *client.Client, m *podyaml.Manifest, config Config) (ids []string, err error) {
 	ctx, abort := context.WithCancelCause(ctx)
 	defer abort(nil)
-	out := &printer{stdout: config.Stdout, stderr: config.Stderr}
+	out := &printer{stdout: config.Stdout, stderr: config.Stderr, several: len(m.Pods) > 1}
 	var runs []*podRun
 	var group sync.WaitGroup
 	failed := &firstError{}
 	for _, pod := range m.Pods {
-		r := &podRun{client: c, config: config, out: out, abort: abort, undo: cleanup.New(), images: map[imageKey]*runtimeapi.Image{}}
-		r.plan = &podyaml.Plan{Pod: pod, UID: newUID(), Host: config.Host, Objects: m.Objects, CgroupParent: config.CgroupParent}
-		r.out.several = len(m.Pods) > 1
+		r := &podRun{
+			client: c, config: config, out: out, abort: abort,
+			undo: cleanup.New(), images: map[imageKey]*runtimeapi.Image{},
+			plan: &podyaml.Plan{
+				Pod: pod, UID: newUID(), Host: config.Host, Objects: m.Objects, CgroupParent: config.CgroupParent,
+			},
+		}
 		r.life, r.end = context.WithCancel(now)
 		defer r.end()
 		runs = append(runs, r)
@@ -222,7 +226,9 @@ func (r *podRun) startSandbox() error {
 	ctx, cancel := context.WithTimeout(r.life, callTimeout)
 	defer cancel()
 	r.sandbox = r.plan.Sandbox()
-	reply, err := r.client.RunPodSandbox(ctx, &runtimeapi.RunPodSandboxRequest{Config: r.sandbox, RuntimeHandler: r.config.Handler})
+	reply, err := r.client.RunPodSandbox(ctx, &runtimeapi.RunPodSandboxRequest{
+		Config: r.sandbox, RuntimeHandler: r.config.Handler,
+	})
 	if err != nil {
 		return fmt.Errorf("run pod %s: %w", r.plan.Pod.Name, err)
 	}

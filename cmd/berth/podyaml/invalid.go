@@ -164,7 +164,8 @@ func (c *checker) containers() {
 		if _, err := reference.ParseDockerRef(ctr.Image); err != nil {
 			c.add(ctr.Path+".image", "%q: %v", ctr.Image, err)
 		}
-		oneOf(c, ctr.Path+".imagePullPolicy", ctr.ImagePullPolicy, corev1.PullAlways, corev1.PullIfNotPresent, corev1.PullNever)
+		oneOf(c, ctr.Path+".imagePullPolicy", ctr.ImagePullPolicy,
+			corev1.PullAlways, corev1.PullIfNotPresent, corev1.PullNever)
 		if ctr.WorkingDir != "" && !path.IsAbs(ctr.WorkingDir) {
 			c.add(ctr.Path+".workingDir", "%q is not an absolute path", ctr.WorkingDir)
 		}
@@ -202,10 +203,13 @@ func (c *checker) env(ctr Container) {
 
 func (c *checker) resources(ctr Container) {
 	at := ctr.Path + ".resources"
-	for list, values := range map[string]corev1.ResourceList{"limits": ctr.Resources.Limits, "requests": ctr.Resources.Requests} {
-		for _, name := range sortedNames(values) {
-			q := values[name]
-			where := fmt.Sprintf("%s.%s.%s", at, list, name)
+	for _, list := range []struct {
+		name   string
+		values corev1.ResourceList
+	}{{"limits", ctr.Resources.Limits}, {"requests", ctr.Resources.Requests}} {
+		for _, name := range sortedNames(list.values) {
+			q := list.values[name]
+			where := fmt.Sprintf("%s.%s.%s", at, list.name, name)
 			if !knownResource(name) {
 				c.add(where, needsKubelet)
 			}

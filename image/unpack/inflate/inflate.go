@@ -69,7 +69,7 @@ func NewReader(blob io.Reader, window int64, points *index.Recorder) (*Reader, e
 	t := &Reader{source: &source{Reader: blob}, close: func() {}, window: min(window, MaxWindow), points: points}
 	t.blob = bufio.NewReaderSize(t.source, blobBuffer)
 	head, err := t.blob.Peek(HeadSize)
-	if err != nil && err != io.EOF {
+	if err != nil && !errors.Is(err, io.EOF) {
 		return nil, err
 	}
 	kind, err := Detect(head)

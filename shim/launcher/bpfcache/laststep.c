@@ -51,7 +51,8 @@ static void fail(const char *what, const char *path, int reason)
 	__builtin_trap();
 }
 
-void laststep(const void *program, size_t size, unsigned int flags, const char *path, char *const argv[], char *const envp[])
+void laststep(
+	const void *program, size_t size, unsigned int flags, const char *path, char *const argv[], char *const envp[])
 {
 	struct sock_fprog filter = {
 		.len = (unsigned short)(size / sizeof(struct sock_filter)), .filter = (struct sock_filter *)program};

@@ -83,7 +83,8 @@ func checkOrder(all []mapping) error {
 		switch {
 		case v.status&^knownStatus != 0:
 			return refused("%s has the unknown status %#x", place, v.status)
-		case v.start >= v.end || v.start%pageSize != 0 || v.end%pageSize != 0 || v.start < first && v.start != 0 || v.end > last:
+		case v.start >= v.end || v.start%pageSize != 0 || v.end%pageSize != 0 ||
+			v.start < first && v.start != 0 || v.end > last:
 			return refused("%s ends at %#x: no such range of addresses is possible", place, v.end)
 		case v.start < before.end:
 			return refused("%s is not behind the one before it, which ends at %#x", place, before.end)

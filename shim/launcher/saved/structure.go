@@ -180,7 +180,8 @@ func checkVDSO(all []mapping, m *pages, vdso []byte) error {
 			return refused("it has two vDSOs")
 		}
 		found = true
-		if v.status&anonPrivate == 0 || v.status&^(areaRegular|areaVDSO|anonPrivate) != 0 || v.end-v.start != uint64(len(vdso)) {
+		const wanted = areaRegular | areaVDSO | anonPrivate
+		if v.status&anonPrivate == 0 || v.status&^wanted != 0 || v.end-v.start != uint64(len(vdso)) {
 			return refused("its vDSO is not that of this kernel: status %#x, %d bytes", v.status, v.end-v.start)
 		}
 		have, complete, err := m.read(v.start, v.end-v.start)
