@@ -94,8 +94,8 @@ const maxGraces = 8
 // The end of Stdin closes the container's stdin if that is open for one client only
 // (proto.Launch.StdinOnce).
 //
-// The monitor disconnects a client that does not read output for a while. That looks like the
-// container's end.
+// While Stdout or Stderr do not take output, the container waits. The monitor gives up a client that
+// takes nothing for ten minutes; then Attach returns the output so far and Aborted.
 func (m *Monitor) Attach(ctx context.Context, streams AttachIO) error {
 	var sending sync.WaitGroup
 	defer sending.Wait()
@@ -113,7 +113,7 @@ func (m *Monitor) Attach(ctx context.Context, streams AttachIO) error {
 
 	err = c.send(proto.FrameAttach, []byte{byte(streams.wants())})
 	if err == nil {
-		err = c.answer()
+		c.announcesEnd, err = c.attachAnswer()
 	}
 	if err == nil {
 		if streams.Resize != nil {
@@ -156,6 +156,8 @@ type client struct {
 	in   []byte // received, not yet decoded
 
 	sending sync.Mutex // held while one frame is written
+
+	announcesEnd bool // the attached monitor sends proto.FrameEnd
 
 	inputEnd atomic.Pointer[time.Time] // when the attached client's input ended; nil: it has not, or does not matter
 }
@@ -232,18 +234,30 @@ func (c *client) next() (proto.Frame, error) {
 
 // answer waits for the answer to a request.
 func (c *client) answer() error {
+	_, err := c.answerWith()
+	return err
+}
+
+// answerWith is answer, and returns the payload of success.
+func (c *client) answerWith() ([]byte, error) {
 	f, err := c.next()
 	switch {
 	case errors.Is(err, io.EOF), errors.Is(err, syscall.ECONNRESET), errors.Is(err, syscall.EPIPE):
-		return errdefs.FailedPrecondition("the container has ended")
+		return nil, errdefs.FailedPrecondition("the container has ended")
 	case err != nil:
-		return err
+		return nil, err
 	case f.Type == proto.FrameError:
-		return errdefs.Reported(codes.Internal, string(f.Payload))
+		return nil, errdefs.Reported(codes.Internal, string(f.Payload))
 	case f.Type != proto.FrameOK:
-		return errdefs.Internal("unexpected answer of type %d", f.Type)
+		return nil, errdefs.Internal("unexpected answer of type %d", f.Type)
 	}
-	return nil
+	return f.Payload, nil
+}
+
+// attachAnswer is answer for proto.FrameAttach.
+func (c *client) attachAnswer() (announcesEnd bool, err error) {
+	payload, err := c.answerWith()
+	return len(payload) > 0 && payload[0] == proto.AnnouncesEnd, err
 }
 
 // endSoon makes output end when nothing has arrived for the time grace. 0: it goes on.
@@ -263,7 +277,7 @@ func (c *client) output(streams AttachIO) error {
 		end := c.inputEnd.Load()
 		switch {
 		case errors.Is(err, io.EOF), errors.Is(err, syscall.ECONNRESET):
-			return nil
+			return c.unannounced()
 		case end != nil && errors.Is(err, os.ErrDeadlineExceeded):
 			return nil
 		case end != nil && err == nil:
@@ -278,11 +292,30 @@ func (c *client) output(streams AttachIO) error {
 			_, err = streams.Stdout.Write(f.Payload)
 		case proto.FrameStderr:
 			_, err = streams.Stderr.Write(f.Payload)
+		case proto.FrameEnd:
+			return ended(string(f.Payload))
 		}
 		if err != nil {
 			return err
 		}
 	}
+}
+
+// ended returns the error for a proto.FrameEnd.
+func ended(why string) error {
+	if why == "" {
+		return nil
+	}
+	return errdefs.New(codes.Aborted, "output is missing: %s", why)
+}
+
+// unannounced returns the error for the end of a connection without proto.FrameEnd. Older monitors
+// end it so after the container, too, but not within a frame.
+func (c *client) unannounced() error {
+	if c.announcesEnd || len(c.in) > 0 {
+		return errdefs.New(codes.Aborted, "output is missing: the container's monitor has closed the connection")
+	}
+	return nil
 }
 
 func minTime(a, b time.Time) time.Time {

@@ -397,36 +397,6 @@ func TestResizeWithoutTerminal(t *testing.T) {
 	}
 }
 
-func TestDeadClientIsDropped(t *testing.T) {
-	e := newEnv(t)
-	c := e.run("chatty", "read x; seq 2000000; echo end >&2; read x", func(r *proto.Launch) { r.Stdin, r.LogPath = true, "" })
-	dead, err := OpenMonitor(c.Dir).dial(e.ctx)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer dead.conn.Close()
-	if err := dead.send(proto.FrameAttach, []byte{byte(proto.WantStdin | proto.WantStdout)}); err != nil {
-		t.Fatal(err)
-	}
-	if err := dead.answer(); err != nil {
-		t.Fatal(err)
-	}
-	live := c.attach(func(s *AttachIO) { s.Stdout = nil })
-	live.send("go\n")
-	e.until("all is said", func() bool { return live.stderr.String() == "end\n" })
-	if err := dead.conn.SetReadDeadline(time.Now().Add(patience)); err != nil {
-		t.Fatal(err)
-	}
-	if n, err := io.Copy(io.Discard, dead.conn); err != nil || n > 8<<20 {
-		t.Errorf("the dead client could read %d bytes, %v", n, err)
-	}
-	live.send("go\n")
-	if err := live.wait(); err != nil {
-		t.Error(err)
-	}
-	c.wait()
-}
-
 func TestBadRequests(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("bad", "read x; exit 3", func(r *proto.Launch) { r.Stdin = true })

@@ -4,19 +4,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
 	"berth/internal/pidfd"
-	"berth/internal/testutil"
 	"berth/shim/proto"
 )
 
@@ -205,51 +202,10 @@ func (c *container) attachUnread() *client {
 	if err := stuck.send(proto.FrameAttach, []byte{byte(proto.WantStdout)}); err != nil {
 		c.Fatal(err)
 	}
-	if err := stuck.answer(); err != nil {
-		c.Fatal(err)
+	if stuck.announcesEnd, err = stuck.attachAnswer(); err != nil || !stuck.announcesEnd {
+		c.Fatalf("the answer announces an end: %v, %v", stuck.announcesEnd, err)
 	}
 	return stuck
-}
-
-// Clients that do not read share one buffer limit, and the monitor frees their buffers.
-func TestUnreadClientsShareOneLimit(t *testing.T) {
-	e := newEnv(t)
-	c := e.run("stuck", "read x; seq 2000000; echo end >&2; read x", func(r *proto.Launch) { r.Stdin, r.LogPath = true, "" })
-	if err := OpenMonitor(c.Dir).ReopenLog(e.ctx); err != nil { // the monitor is up when it answers
-		t.Fatal(err)
-	}
-	idle := c.monitorMemory()
-	const clients = 20
-	var stuck []*client
-	for range clients {
-		stuck = append(stuck, c.attachUnread())
-	}
-	live := c.attach(func(s *AttachIO) { s.Stdout = nil })
-	live.send("go\n")
-	e.until("all is said", func() bool { return live.stderr.String() == "end\n" })
-	var total int64
-	for _, d := range stuck {
-		if err := d.conn.SetReadDeadline(time.Now().Add(patience)); err != nil {
-			t.Fatal(err)
-		}
-		n, err := io.Copy(io.Discard, d.conn)
-		if err != nil {
-			t.Errorf("a stuck client was not dropped: %v", err)
-		}
-		total += n
-	}
-	if total > 6<<20 { // the limit, and what fits into sockets
-		t.Errorf("%d bytes waited for clients that did not read", total)
-	}
-	if len(monitorOptions) == 0 { // the sanitizers' malloc keeps it
-		e.until("the monitor's memory is released", func() bool { return c.monitorMemory() < idle+64<<10 })
-	}
-	t.Logf("%d stuck clients could read %d bytes; the monitor has %d KB, %d before", clients, total, c.monitorMemory()>>10, idle>>10)
-	live.send("go\n")
-	if err := live.wait(); err != nil {
-		t.Error(err)
-	}
-	c.wait()
 }
 
 // monitorMemory is the private memory of the container's monitor, in bytes.
@@ -267,29 +223,6 @@ func (c *container) monitorMemory() int {
 		}
 	}
 	return total
-}
-
-// A client that reads slowly gets all output, though the monitor ends without
-// waiting for it.
-func TestOutputOutlivesTheMonitor(t *testing.T) {
-	e := newEnv(t)
-	c := e.run("farewell", "read x; seq 300000; exit 6", func(r *proto.Launch) { r.Stdin, r.LogPath = true, "" })
-	slow := c.attachUnread()
-	feed := c.attach(func(s *AttachIO) { s.Stdout, s.Stderr = nil, nil })
-	feed.send("go\n")
-	if got := c.wait(); got.Code != 6 { // no client has read anything
-		t.Errorf("exit = %+v", got)
-	}
-	var out testutil.Buffer
-	if err := slow.output(AttachIO{Stdout: &out}); err != nil {
-		t.Fatal(err)
-	}
-	if text := out.String(); strings.Count(text, "\n") != 300000 || !strings.HasSuffix(text, "\n300000\n") {
-		t.Errorf("got %d lines", strings.Count(text, "\n"))
-	}
-	if err := feed.wait(); err != nil {
-		t.Error(err)
-	}
 }
 
 // Execs do not inherit the monitor's descriptor of a terminal, and cannot make it their controlling

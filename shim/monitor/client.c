@@ -24,11 +24,47 @@ static long frame_next(const struct buffer *in)
 	return in->len < HEADER_SIZE + length ? 0 : (long)(HEADER_SIZE + length);
 }
 
+/* Why output is missing. */
+static const char stalled[] = "the client has taken no output for ten minutes, while the container waited for it";
+static const char far_behind[] = "the client is too far behind the container's output";
+static const char too_many[] = "too many clients are attached to the container, and this one is the oldest";
+
 /* lost marks a client that cannot be sent to. Its earlier requests still count. */
 static void lost(struct client *c)
 {
-	c->wants &= (unsigned char)~(WANT_STDOUT | WANT_STDERR);
+	c->wants &= (unsigned char)~(WANT_STDOUT | WANT_STDERR | WANT_END);
 	buffer_free(&c->queue);
+}
+
+/*
+ * farewell sends a client the last frame. why says why output is missing; empty: it is complete.
+ * The queue moves into the socket's buffer, which outlives the connection and this process, so a
+ * slow client need not be waited for. If something is lost here the frame is, too, and the client
+ * notices that.
+ */
+static void farewell(struct client *c, const char *why)
+{
+	char header[HEADER_SIZE];
+
+	if ((c->wants & WANT_END) != 0) {
+		frame_header(header, FRAME_END, strlen(why));
+		if (buffer_append(&c->queue, header, sizeof(header)))
+			buffer_append(&c->queue, why, strlen(why));
+	}
+	if (c->queue.len == 0)
+		return;
+	/* Without CAP_NET_ADMIN the limit is net.core.wmem_max. */
+	if (failed(sys_setsockopt(c->fd, SO_SNDBUFFORCE, MAX_QUEUED)))
+		sys_setsockopt(c->fd, SO_SNDBUF, MAX_QUEUED);
+	sys_send(c->fd, buffer_at(&c->queue), c->queue.len);
+}
+
+/* drop disconnects a client that misses output from now on. */
+static void drop(struct client *c, const char *why)
+{
+	farewell(c, why);
+	lost(c);
+	c->dead = true;
 }
 
 /* waits returns whether the client's next request is complete but has to wait. */
@@ -99,7 +135,7 @@ static void evict(struct monitor *m)
 			break;
 		}
 	}
-	m->clients[victim].dead = true;
+	drop(&m->clients[victim], too_many);
 	clients_sweep(m);
 }
 
@@ -211,20 +247,33 @@ static void send(struct monitor *m, struct client *c, const char *data, size_t n
 	}
 	if (n == 0)
 		return;
-	while (all_queued(m) + n > MAX_QUEUED) {
-		struct client *victim = slowest(m);
-
-		lost(victim);
-		victim->dead = true;
-		if (victim == c || c->dead)
-			return;
-	}
+	if (c->queue.len == 0)
+		c->progress = now(CLOCK_MONOTONIC);
 	if (!buffer_append(&c->queue, data, n)) {
 		lost(c);
 		c->dead = true;
 		return;
 	}
+	while (all_queued(m) > MAX_QUEUED)
+		drop(slowest(m), far_behind);
 	watch_client(m, c);
+}
+
+bool clients_full(const struct monitor *m) { return all_queued(m) >= FULL_QUEUES; }
+
+/*
+ * All stalled clients are dropped at once: each may be too small to fill the queues, and their
+ * times to block the container must not add up.
+ */
+void clients_drop_stalled(struct monitor *m)
+{
+	int64_t since = now(CLOCK_MONOTONIC) - PATIENCE;
+
+	if (m->full_since == 0 || m->full_since > since)
+		return;
+	for (int i = 0; i < m->client_count; i++)
+		if (m->clients[i].queue.len > 0 && m->clients[i].progress <= since)
+			drop(&m->clients[i], stalled);
 }
 
 void broadcast(struct monitor *m, unsigned char type, const char *data, size_t n)
@@ -236,24 +285,36 @@ void broadcast(struct monitor *m, unsigned char type, const char *data, size_t n
 			send(m, &m->clients[i], data, n);
 }
 
-void client_answer(struct monitor *m, struct client *c, const char *why)
+/* reply sends a client an answer, of which it cuts off what is too long. */
+static void reply(struct monitor *m, struct client *c, unsigned char type, const char *payload, size_t n)
 {
-	static char reply[HEADER_SIZE + 4096 + 256];
-	size_t n = why == NULL ? 0 : min(strlen(why), sizeof(reply) - HEADER_SIZE);
+	static char answer[HEADER_SIZE + 4096 + 256];
 
-	frame_header(reply, why == NULL ? FRAME_OK : FRAME_ERROR, n);
-	if (why != NULL)
-		memcpy(reply + HEADER_SIZE, why, n);
-	send(m, c, reply, HEADER_SIZE + n);
+	n = min(n, sizeof(answer) - HEADER_SIZE);
+	frame_header(answer, type, n);
+	memcpy(answer + HEADER_SIZE, payload, n);
+	send(m, c, answer, HEADER_SIZE + n);
 }
 
-static const char *attach(struct client *c, const char *payload, size_t n)
+void client_answer(struct monitor *m, struct client *c, const char *why)
 {
-	if (n != 1 || c->attached)
-		return bad_request;
+	if (why == NULL)
+		reply(m, c, FRAME_OK, "", 0);
+	else
+		reply(m, c, FRAME_ERROR, why, strlen(why));
+}
+
+static void attach(struct monitor *m, struct client *c, const char *payload, size_t n)
+{
+	static const char features[] = {ANNOUNCES_END};
+
+	if (n != 1 || c->attached) {
+		client_answer(m, c, bad_request);
+		return;
+	}
 	c->attached = true;
-	c->wants = (unsigned char)payload[0];
-	return NULL;
+	c->wants = (unsigned char)payload[0] | WANT_END;
+	reply(m, c, FRAME_OK, features, sizeof(features));
 }
 
 static void request(struct monitor *m, struct client *c, unsigned char type, const char *payload, size_t n)
@@ -264,7 +325,7 @@ static void request(struct monitor *m, struct client *c, unsigned char type, con
 			stdin_write(m, payload, n);
 		return;
 	case FRAME_STDIN_EOF: stdin_left(m, c); return;
-	case FRAME_ATTACH: client_answer(m, c, attach(c, payload, n)); return;
+	case FRAME_ATTACH: attach(m, c, payload, n); return;
 	case FRAME_RESIZE: client_answer(m, c, resize(m, payload, n)); return;
 	case FRAME_REOPEN: client_answer(m, c, log_reopen(m)); return;
 	case FRAME_CLOSE_STDIN:
@@ -332,6 +393,7 @@ static void send_queue(struct client *c)
 		}
 		if (sent == 0)
 			return;
+		c->progress = now(CLOCK_MONOTONIC);
 		buffer_drop(&c->queue, (size_t)sent);
 	}
 }
@@ -356,17 +418,9 @@ void clients_resume(struct monitor *m)
 			carry_out(m, &m->clients[i]);
 }
 
-/* The daemon waits for the monitor's end, so slow clients must not delay it. */
-void send_queued(struct monitor *m)
+void clients_farewell(struct monitor *m)
 {
-	for (int i = 0; i < m->client_count; i++) {
-		struct client *c = &m->clients[i];
-
-		if (c->dead || c->queue.len == 0)
-			continue;
-		/* Without CAP_NET_ADMIN the limit is net.core.wmem_max; the rest is lost. */
-		if (failed(sys_setsockopt(c->fd, SO_SNDBUFFORCE, MAX_QUEUED)))
-			sys_setsockopt(c->fd, SO_SNDBUF, MAX_QUEUED);
-		sys_send(c->fd, buffer_at(&c->queue), c->queue.len);
-	}
+	for (int i = 0; i < m->client_count; i++)
+		if (!m->clients[i].dead)
+			farewell(&m->clients[i], "");
 }

@@ -225,7 +225,7 @@ int finish(struct monitor *m)
 		result = record_exit(m, &exit);
 		REACH("monitor.exit-recorded");
 	}
-	send_queued(m);
+	clients_farewell(m);
 	REACH("monitor.farewell-said");
 	return failed(result) ? 1 : 0;
 }

@@ -136,13 +136,20 @@ long monitor_init(struct monitor *m, const struct params *p)
 /* ACCEPT_LOOK is the interval, in milliseconds, of checks whether paused accepting may continue. */
 enum { ACCEPT_LOOK = 50 };
 
+/* STALL_LOOK is the interval, in milliseconds, of looks for clients that block the container. */
+enum { STALL_LOOK = 500 };
+
+static int shorter(int timeout, int limit) { return timeout < 0 || timeout > limit ? limit : timeout; }
+
 /* wait_limit returns the limit of the next wait, in milliseconds, -1: none. */
 static int wait_limit(const struct monitor *m)
 {
 	int timeout = freeze_pause(m);
 
-	if (m->accept_again != 0 && (timeout < 0 || timeout > ACCEPT_LOOK))
-		timeout = ACCEPT_LOOK;
+	if (m->full_since != 0)
+		timeout = shorter(timeout, STALL_LOOK);
+	if (m->accept_again != 0)
+		timeout = shorter(timeout, ACCEPT_LOOK);
 	return timeout;
 }
 
@@ -162,7 +169,9 @@ int monitor_run(struct monitor *m)
 			return 1;
 		for (long i = 0; i < n; i++)
 			handle(m, events[i].data, events[i].events);
+		clients_drop_stalled(m);
 		clients_sweep(m);
+		output_pace(m);
 		clients_accept_again(m);
 		freeze_continue(m);
 	}
@@ -204,7 +213,10 @@ void handle(struct monitor *m, uint64_t data, uint32_t events)
 		stdin_flush(m);
 	for (int i = 0; i < m->stream_count; i++) {
 		if (m->streams[i].fd == fd && (events & (EPOLLIN | EPOLL_ERRORS)) != 0) {
-			stream_read(m, &m->streams[i]);
+			if (clients_full(m))
+				stream_watch(m, &m->streams[i]);
+			else
+				stream_read(m, &m->streams[i]);
 			return;
 		}
 	}

@@ -5,7 +5,10 @@
  *
  * It writes the container's output to the log in CRI format and to attached clients, passes input
  * to its stdin, and reaps every process that becomes its child. After init's end it writes the exit
- * record and exits. No failure here, such as a full disk or a slow client, may block the container.
+ * record and exits. No failure here, such as a full disk, may block the container.
+ *
+ * Only slow clients block it, as with containerd and conmon, because they must get every byte. A
+ * client that takes nothing for PATIENCE while the container waits is disconnected.
  *
  * There is one monitor per container, so it must be small: one thread waits in epoll, and an idle
  * monitor has written only to its stack and a few pages. That is why it is in C: a Go program that
@@ -77,17 +80,28 @@ enum {
 	FRAME_ERROR,
 	FRAME_STDOUT,
 	FRAME_STDERR,
+	FRAME_END,
 
 	WANT_STDIN = 1,
 	WANT_STDOUT = 2,
 	WANT_STDERR = 4,
+	WANT_END = 8, /* the client is attached and has missed nothing: it gets FRAME_END */
+
+	ANNOUNCES_END = 1, /* in the answer to FRAME_ATTACH */
 };
 
+/* PATIENCE is how long a client that takes nothing may block the container. */
+#ifndef PATIENCE
+#define PATIENCE (600 * SECOND)
+#endif
+
 enum {
-	/* Limit of the bytes that are queued for all clients together. Above it the client with
-	 * the longest queue is disconnected. A burst of output is faster than any reader, but
-	 * clients that do not read must not cost more memory, however many they are. */
-	MAX_QUEUED = 4 << 20,
+	/* Bytes that are queued for all clients together. Above the first limit the container's
+	 * output is not read. Above the second, which answers and the output after init's end
+	 * can reach, the client with the longest queue is disconnected. Clients that do not read
+	 * must not cost more memory, however many they are. */
+	FULL_QUEUES = 4 << 20,
+	MAX_QUEUED = 8 << 20,
 	MAX_CLIENTS = 64, /* bounds the memory for connections */
 	MAX_STREAMS = 2,
 };
@@ -98,6 +112,7 @@ struct client {
 	uint32_t serial;     /* of the connection: it tells events of an earlier one with the same descriptor apart */
 	struct buffer in;    /* received, not yet processed */
 	struct buffer queue; /* to be sent */
+	int64_t progress;    /* monotonic time at which the queue began or the socket last took some of it */
 	unsigned char wants; /* WANT_... */
 	bool attached;
 	bool ended; /* it sends no more */
@@ -145,6 +160,7 @@ struct monitor {
 	struct client clients[MAX_CLIENTS]; /* oldest first */
 	int client_count;
 	uint32_t last_serial; /* of the last accepted connection, 0: none */
+	int64_t full_since;   /* monotonic time at which the queues became full; 0: they are not, output is read */
 	int64_t accept_again; /* monotonic time at which accepting continues; 0: it is not paused */
 
 	int stdin;             /* -1: there is none, or it is closed */
@@ -191,6 +207,11 @@ long watch_children(struct monitor *m);
 /* stream_read copies one read of output to the log and the clients. It returns its length, 0 if
  * there is no output now or ever. */
 size_t stream_read(struct monitor *m, struct stream *s);
+/* stream_watch waits for output unless the clients' queues are full, and for space for pending
+ * input if the stream is the terminal. */
+void stream_watch(struct monitor *m, const struct stream *s);
+/* output_pace stops reading output when the clients' queues are full, and continues later. */
+void output_pace(struct monitor *m);
 /* stream_drain reads the output that init has left in its pipe. */
 void stream_drain(struct monitor *m, struct stream *s);
 /* log_flush writes incomplete lines. */
@@ -218,8 +239,12 @@ void clients_resume(struct monitor *m);
 void clients_sweep(struct monitor *m);
 /* broadcast sends a frame of output to all clients that asked for it. */
 void broadcast(struct monitor *m, unsigned char type, const char *data, size_t n);
-/* send_queued moves the clients' queues into their sockets' buffers, which outlive this process. */
-void send_queued(struct monitor *m);
+/* clients_full returns whether no more output should be read for now. */
+bool clients_full(const struct monitor *m);
+/* clients_drop_stalled disconnects the clients that have blocked the container for too long. */
+void clients_drop_stalled(struct monitor *m);
+/* clients_farewell tells the clients that the container has ended. */
+void clients_farewell(struct monitor *m);
 /* client_answer answers a client's request: success if why is NULL, otherwise the reason of a
  * failure. */
 void client_answer(struct monitor *m, struct client *c, const char *why);

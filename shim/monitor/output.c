@@ -47,6 +47,29 @@ size_t stream_read(struct monitor *m, struct stream *s)
 	return (size_t)n;
 }
 
+void stream_watch(struct monitor *m, const struct stream *s)
+{
+	uint32_t events = m->full_since == 0 ? EPOLLIN : 0;
+
+	if (s->fd == m->stdin && m->pending.len > 0)
+		events |= EPOLLOUT;
+	if (events == 0)
+		forget(m, s->fd); /* epoll would report its end forever */
+	else
+		watch(m, s->fd, events);
+}
+
+void output_pace(struct monitor *m)
+{
+	bool full = clients_full(m);
+
+	if (full == (m->full_since != 0))
+		return;
+	m->full_since = full ? now(CLOCK_MONOTONIC) : 0;
+	for (int i = 0; i < m->stream_count; i++)
+		stream_watch(m, &m->streams[i]);
+}
+
 /*
  * take_back removes the incomplete record at the end of a write, so that the next one starts on a
  * new line, and returns its length.

@@ -43,7 +43,7 @@ static void watch_stdin(struct monitor *m)
 	if (m->stdin < 0)
 		return;
 	if (m->stdin == m->params.console)
-		watch(m, m->stdin, waiting ? EPOLLIN | EPOLLOUT : EPOLLIN);
+		stream_watch(m, &m->streams[0]);
 	else if (waiting)
 		watch(m, m->stdin, EPOLLOUT);
 	else

@@ -30,13 +30,20 @@ const (
 )
 
 // Messages of a monitor. After FrameAttach it sends FrameStdout and FrameStderr as the container
-// writes. It closes the connection after the container's end.
+// writes. It closes the connection after the container's end, or when it gives the client up.
+//
+// Monitors whose answer to FrameAttach has AnnouncesEnd as payload send FrameEnd before that. If it
+// does not come, output is missing. Monitors of berth 0.2 do not send it, and their clients ignore it.
 const (
 	FrameOK     FrameType = 16 + iota // the request succeeded
 	FrameError                        // payload: the reason
 	FrameStdout                       // payload: output
 	FrameStderr                       // payload: output
+	FrameEnd                          // payload: why output is missing; empty: the container has ended
 )
+
+// AnnouncesEnd is the payload of the answer to FrameAttach. See FrameEnd.
+const AnnouncesEnd = 1
 
 // Streams is the set of streams that an attaching client requests.
 type Streams byte
