@@ -13,6 +13,7 @@ import (
 	"encoding/pem"
 	"errors"
 	"fmt"
+	"hash"
 	"io"
 	"math/big"
 	"net"
@@ -31,6 +32,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/logs"
 	"berth/integration/machine"
 	"berth/integration/sessions"
 )
@@ -324,6 +326,74 @@ func TestAttach(t *testing.T) {
 			c.Release(t, "/stop")
 			harness.Must(t, <-a.Ended)
 		})
+	}
+}
+
+// paused is the output of a client that reads when it is released.
+type paused struct {
+	hash.Hash
+	released chan struct{}
+}
+
+func (p paused) Write(b []byte) (int, error) {
+	<-p.released
+	return p.Hash.Write(b)
+}
+
+// A client that pauses while a container writes much gets every byte. The container waits for it,
+// and can be stopped meanwhile. The log has every byte, too.
+func TestAttachedClientPauses(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	const script = "read x; awk 'BEGIN { while (i < 500000) printf \"%0100d\\n\", i++ }'; exit 7"
+	for _, p := range sessions.Protocols {
+		for _, kill := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s killed %t", p.Name, kill), func(t *testing.T) {
+				c := pod.Run(t, harness.Script(script), harness.WithStdin(false))
+				out := paused{sha256.New(), make(chan struct{})}
+				a := sessions.Attach(t, c, p, func(o *remotecommand.StreamOptions) { o.Stdout = out })
+				a.Send(t, "go\n")
+				var size int64
+				harness.EventuallyTrue(t, "the container waits for the client", func() bool {
+					before := size
+					info, err := os.Stat(c.LogPath())
+					harness.Must(t, err)
+					size = info.Size()
+					return size > 4<<20 && size == before
+				})
+				code := int32(7)
+				if kill {
+					c.Stop(t, 0)
+					code = 137
+				} else {
+					harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+				}
+				close(out.released)
+				harness.Must(t, <-a.Ended)
+				harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, code)
+				logged := logs.Text(c.Log(t))
+				harness.Equal(t, "hash of the output", fmt.Sprintf("%x", out.Sum(nil)), sha256Of(logged))
+				if !kill {
+					harness.Equal(t, "length of the output", len(logged), 500_000*101)
+				}
+			})
+		}
+	}
+}
+
+// If the monitor dies, its attached clients get an error. It does not look like the container's end.
+func TestAttachWithoutMonitorFails(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	for _, p := range sessions.Protocols {
+		c := pod.Run(t, harness.Script("while :; do echo up; sleep 0.1; done"))
+		a := sessions.Attach(t, c, p)
+		a.Stdout.WaitFor(t, "up\n")
+		machine.KillProcess(t, harness.MonitorOf(t, d, c))
+		if err := <-a.Ended; err == nil || !strings.Contains(err.Error(), "output is missing") {
+			t.Errorf("%s: the session ended with %v", p.Name, err)
+		}
+		c.WaitExited(t)
 	}
 }
 
