@@ -7,8 +7,10 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
@@ -180,6 +182,27 @@ func TestExitWithBlockedClient(t *testing.T) {
 	}
 }
 
+// The time that a client takes for output does not count as silence after the end of its input.
+func TestPausedClientWhoseInputHasEnded(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("answer", "read x; "+count, func(r *proto.Launch) { r.Stdin = true })
+	paused := c.attachUnread()
+	feed := c.attach(func(s *AttachIO) { s.Stdout, s.Stderr = nil, nil })
+	feed.send("go\n")
+	c.untilBlocked()
+	paused.endSoon(time.Nanosecond)
+	var out testutil.Buffer
+	if err := paused.output(AttachIO{Stdout: &out, StdinGrace: patience}); err != nil {
+		t.Error(err)
+	}
+	if want := counted("\n"); out.String() != want {
+		t.Errorf("the client got %d bytes, want %d", len(out.String()), len(want))
+	}
+	if err := feed.wait(); err != nil {
+		t.Error(err)
+	}
+}
+
 // The client that is disconnected to make room for another one is told so.
 func TestEvictedClientIsTold(t *testing.T) {
 	e := newEnv(t)
@@ -193,29 +216,21 @@ func TestEvictedClientIsTold(t *testing.T) {
 	}
 }
 
-// The death of the monitor does not look like the container's end.
-func TestDeathOfMonitorIsNoEnd(t *testing.T) {
-	e := newEnv(t)
-	c := e.run("orphaned", "exec sleep 1000")
-	client := c.attachUnread()
-	if err := unix.PidfdSendSignal(int(c.Shim.Fd()), unix.SIGKILL, nil, 0); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := client.rest(); errdefs.Code(err) != codes.Aborted {
-		t.Errorf("the end of an attached client: %v, want Aborted", err)
-	}
-}
-
-// Monitors of berth 0.2 do not announce the end. Their clients notice only a loss within a frame.
-func TestEndOfOlderMonitor(t *testing.T) {
-	output := proto.AppendFrame(nil, proto.FrameStdout, []byte("hello"))
+// The end of a connection is the container's end only if the monitor says so. Monitors of berth 0.2
+// never say it. Their clients notice only a loss within a frame.
+func TestEndOfConnection(t *testing.T) {
+	output := slices.Clip(proto.AppendFrame(nil, proto.FrameStdout, []byte("hello")))
 	for _, test := range []struct {
-		name string
-		sent []byte
-		want codes.Code
+		name   string
+		answer []byte // payload
+		sent   []byte
+		want   codes.Code
 	}{
-		{"whole", output, codes.OK},
-		{"cut", output[:len(output)-1], codes.Aborted},
+		{"of a container", []byte{proto.AnnouncesEnd}, proto.AppendFrame(output, proto.FrameEnd, nil), codes.OK},
+		{"of a client's patience", []byte{proto.AnnouncesEnd}, proto.AppendFrame(output, proto.FrameEnd, []byte("why")), codes.Aborted},
+		{"of a monitor", []byte{proto.AnnouncesEnd}, output, codes.Aborted},
+		{"with an older monitor", nil, output, codes.OK},
+		{"within a frame of an older monitor", nil, output[:len(output)-1], codes.Aborted},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			dir := t.TempDir()
@@ -225,7 +240,7 @@ func TestEndOfOlderMonitor(t *testing.T) {
 			}
 			defer listener.Close()
 			served := make(chan error, 1)
-			go func() { served <- serveAsOlder(listener, test.sent) }()
+			go func() { served <- serveAttach(listener, test.answer, test.sent) }()
 			var out testutil.Buffer
 			err = OpenMonitor(dir).Attach(t.Context(), AttachIO{Stdout: &out})
 			if errdefs.Code(err) != test.want {
@@ -238,15 +253,15 @@ func TestEndOfOlderMonitor(t *testing.T) {
 	}
 }
 
-// serveAsOlder serves one attach.
-func serveAsOlder(listener net.Listener, output []byte) error {
+// serveAttach serves one attach as a monitor does.
+func serveAttach(listener net.Listener, answer, output []byte) error {
 	conn, err := listener.Accept()
 	if err != nil {
 		return err
 	}
 	_, err = conn.Read(make([]byte, proto.HeaderSize+1))
 	if err == nil {
-		_, err = conn.Write(append(proto.AppendFrame(nil, proto.FrameOK, nil), output...))
+		_, err = conn.Write(append(proto.AppendFrame(nil, proto.FrameOK, answer), output...))
 	}
 	return errors.Join(err, conn.Close())
 }

@@ -89,6 +89,9 @@ type AttachIO struct {
 // in units of StdinGrace.
 const maxGraces = 8
 
+// maxQueued is what a monitor queues for its clients at most, in bytes.
+const maxQueued = 8 << 20
+
 // Attach connects streams to a running container until the container or ctx ends, or a write to
 // Stdout or Stderr fails. With StdinGrace it also ends after Stdin, when no more output follows.
 // The end of Stdin closes the container's stdin if that is open for one client only
@@ -272,19 +275,27 @@ func (c *client) endSoon(grace time.Duration) {
 
 // output copies output until the end.
 func (c *client) output(streams AttachIO) error {
+	var after rest
 	for {
+		began, end := time.Now(), c.inputEnd.Load()
+		if end != nil {
+			if after.isOver(*end, streams.StdinGrace) {
+				return nil
+			}
+			// Only now, because a slow client may have taken longer for the output before.
+			_ = c.conn.SetReadDeadline(began.Add(streams.StdinGrace))
+		}
 		f, err := c.next()
-		end := c.inputEnd.Load()
+		if end != nil {
+			after.waited += time.Since(began)
+			after.size += len(f.Payload)
+		}
 		switch {
 		case errors.Is(err, io.EOF), errors.Is(err, syscall.ECONNRESET):
 			return c.unannounced()
-		case end != nil && errors.Is(err, os.ErrDeadlineExceeded):
+		case c.inputEnd.Load() != nil && errors.Is(err, os.ErrDeadlineExceeded):
 			return nil
-		case end != nil && err == nil:
-			latest := end.Add(maxGraces * streams.StdinGrace)
-			_ = c.conn.SetReadDeadline(minTime(latest, time.Now().Add(streams.StdinGrace)))
-		}
-		if err != nil {
+		case err != nil:
 			return err
 		}
 		switch f.Type {
@@ -299,6 +310,19 @@ func (c *client) output(streams AttachIO) error {
 			return err
 		}
 	}
+}
+
+// rest is the output that follows the end of an attached client's input.
+type rest struct {
+	size   int
+	waited time.Duration // for the container, not for the client
+}
+
+// isOver returns whether the rest has become too much. A client that was slow gets what the monitor
+// had queued for it.
+func (r rest) isOver(end time.Time, grace time.Duration) bool {
+	limit := maxGraces * grace
+	return r.waited >= limit || r.size >= maxQueued && time.Since(end) >= limit
 }
 
 // ended returns the error for a proto.FrameEnd.
@@ -316,13 +340,6 @@ func (c *client) unannounced() error {
 		return errdefs.New(codes.Aborted, "output is missing: the container's monitor has closed the connection")
 	}
 	return nil
-}
-
-func minTime(a, b time.Time) time.Time {
-	if a.Before(b) {
-		return a
-	}
-	return b
 }
 
 // sendStdin copies input until it ends or the connection does.

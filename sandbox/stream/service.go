@@ -247,7 +247,7 @@ func (s *Service) attachTarget(id string, terminal bool) (ContainerTarget, error
 // stdin stays open.
 //
 // Errors: NotFound; FailedPrecondition if the container is not running; InvalidArgument if terminal
-// does not match.
+// does not match; Aborted if output is missing.
 func (s *Service) Attach(ctx context.Context, id string, terminal bool, client IO) error {
 	c, err := s.attachTarget(id, terminal)
 	if err != nil {

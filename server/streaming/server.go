@@ -12,7 +12,8 @@
 // session has no traffic for too long, or the server stops. Serve returns after all sessions have
 // ended.
 //
-// A client gets all output and the exit code, however slowly it reads (ending.go).
+// A client gets all output and the exit code, however slowly it reads (ending.go). If an attached
+// client blocks its container for too long it gets an error (shim.Monitor.Attach).
 //
 // Any process of the node can connect. Connections are accepted only while a token is outstanding.
 // Connections without a token are few and short, and cannot use the daemon's last descriptors
