@@ -97,8 +97,8 @@ const maxQueued = 8 << 20
 // The end of Stdin closes the container's stdin if that is open for one client only
 // (proto.Launch.StdinOnce).
 //
-// While Stdout or Stderr do not take output, the container waits. The monitor gives up a client that
-// takes nothing for ten minutes; then Attach returns the output so far and Aborted.
+// While Stdout or Stderr do not take output, the container waits. The monitor gives up a client
+// that takes nothing for ten minutes. Then Attach passes on the output so far and returns Aborted.
 func (m *Monitor) Attach(ctx context.Context, streams AttachIO) error {
 	var sending sync.WaitGroup
 	defer sending.Wait()

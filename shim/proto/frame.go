@@ -33,7 +33,8 @@ const (
 // writes. It closes the connection after the container's end, or when it gives the client up.
 //
 // Monitors whose answer to FrameAttach has AnnouncesEnd as payload send FrameEnd before that. If it
-// does not come, output is missing. Monitors of berth 0.2 do not send it, and their clients ignore it.
+// does not come, output is missing. Monitors of berth 0.2 do not send it, and clients of that
+// version ignore it.
 const (
 	FrameOK     FrameType = 16 + iota // the request succeeded
 	FrameError                        // payload: the reason
