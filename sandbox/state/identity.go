@@ -95,13 +95,11 @@ func (d Dirs) Identify() error {
 	if known.ID == own.ID && known.Root == d.Root && known.Inode == inode {
 		return nil
 	}
-	mount, err := host.MountOf(d.Root)
-	if err != nil {
-		return err
+	known = Identity{ID: own.ID, Root: d.Root, Inode: inode}
+	if mount, err := host.MountOf(d.Root); err == nil { // else messages do not name it: in a chroot, no mount may be visible
+		known.Mount, known.Device = mount.Mountpoint, mount.Source
 	}
-	return writeIdentity(d.State, Identity{
-		ID: own.ID, Root: d.Root, Inode: inode, Mount: mount.Mountpoint, Device: mount.Source,
-	})
+	return writeIdentity(d.State, known)
 }
 
 func writeIdentity(dir string, i Identity) error {
