@@ -69,6 +69,13 @@ func TestWrongDirectories(t *testing.T) {
 				containers := replace(t, d.Root+"/containers", d.Root+"/containers.backup")
 				return func() { pods(); containers() }
 			}},
+		{name: "the records were removed", want: "its folders of records were removed",
+			spoil: func(t *testing.T, d *harness.Daemon) func() {
+				pods, containers := replace(t, d.Root+"/pods", ""), replace(t, d.Root+"/containers", "")
+				return func() { pods(); containers() }
+			}},
+		{name: "the records of containers were removed", want: "its folders of records were removed",
+			spoil: func(t *testing.T, d *harness.Daemon) func() { return replace(t, d.Root+"/containers", "") }},
 		{name: "neither root nor state is mounted", want: "no berth has used this directory",
 			spoil: func(t *testing.T, d *harness.Daemon) func() {
 				root, state := cover(t, d.Root), cover(t, d.State)

@@ -78,7 +78,7 @@ type survey struct {
 	state    state.Identity // in the state directory
 	copied   bool           // root is a copy of the one that the state directory knows
 	recorded map[string]bool
-	changed  time.Time // last change of the records; zero: no daemon has used root
+	changed  time.Time // last change of the records; zero: a folder of them is missing
 	unknown  []Launch  // in the state directory, without a record
 	orphans  []Launch  // without a record and without state
 }
@@ -100,7 +100,7 @@ func read(dirs state.Dirs) (*survey, error) {
 			return nil, err
 		}
 	}
-	if s.recorded, s.changed, err = s.records(); err != nil {
+	if s.recorded, s.changed, err = state.Recorded(dirs.Root); err != nil {
 		return nil, err
 	}
 	known := map[string]bool{}
@@ -133,20 +133,6 @@ func (s *survey) readIdentities() (err error) {
 	return err
 }
 
-// records reads the IDs that root knows. If a daemon has used root and its folders of records were
-// removed, that was the last change.
-func (s *survey) records() (map[string]bool, time.Time, error) {
-	ids, changed, err := state.Recorded(s.dirs.Root)
-	if err != nil || !changed.IsZero() || s.root.ID == "" {
-		return ids, changed, err
-	}
-	info, err := os.Stat(s.dirs.Root)
-	if err != nil {
-		return nil, changed, fmt.Errorf("stat root: %w", err)
-	}
-	return ids, info.ModTime(), nil
-}
-
 // whyLost returns why root as a whole does not know objects that run. It returns "" if all are
 // known, or if only single records are lost.
 func (s *survey) whyLost() string {
@@ -159,6 +145,8 @@ func (s *survey) whyLost() string {
 		return "it is another root than the one that they were started with"
 	case s.state.ID != "" && s.copied:
 		return "it is a copy of the root that they were started with, made before they were"
+	case s.changed.IsZero():
+		return "its folders of records were removed"
 	case len(s.orphans) > 0:
 		return "the state directory does not know them either"
 	}
@@ -175,7 +163,7 @@ func (s *survey) refuseRoot(why string) error {
 	lost := append(s.unknown, s.orphans...)
 	was := ""
 	if s.state.ID != "" {
-		was = fmt.Sprintf(" They were started with root %s on %s, mounted at %s.", s.state.Root, s.state.Device, s.state.Mount)
+		was = fmt.Sprintf(" They were started with root %s%s.", s.state.Root, placed(s.state.Device, s.state.Mount))
 	}
 	return errdefs.FailedPrecondition("root %s%s does not know %d pods and containers that run on this node (%s): %s.%s"+
 		" Berth would kill them. Mount the filesystem of root, or correct root and state in the configuration, and start"+
@@ -189,7 +177,15 @@ func (s *survey) place() string {
 	if err != nil { // for example, it does not exist
 		return ""
 	}
-	return fmt.Sprintf(" (on %s, mounted at %s)", mount.Source, mount.Mountpoint)
+	return placed(mount.Source, mount.Mountpoint)
+}
+
+// placed names a mount. It returns "" for an unknown one.
+func placed(device, mountpoint string) string {
+	if mountpoint == "" {
+		return ""
+	}
+	return fmt.Sprintf(" (on %s, mounted at %s)", device, mountpoint)
 }
 
 // names returns the first IDs.

@@ -114,15 +114,17 @@ func writeIdentity(dir string, i Identity) error {
 }
 
 // Recorded returns the IDs of all pods and containers that root knows: they have records, which
-// may be damaged or set aside. changed is when a record was last written or removed; it is zero if
-// no daemon has used root.
+// may be damaged or set aside. changed is when a record was last written or removed. It is zero if a
+// folder of records is missing: no daemon has used root, or the folder was removed.
 func Recorded(root string) (ids map[string]bool, changed time.Time, err error) {
 	ids = map[string]bool{}
+	complete := true
 	for _, folder := range recordFolders {
 		for _, dir := range []string{folder, filepath.Join(folder, checkpoint.SetAsideDir)} {
 			path := filepath.Join(root, dir)
 			entries, err := os.ReadDir(path)
 			if errors.Is(err, fs.ErrNotExist) {
+				complete = complete && dir != folder
 				continue
 			}
 			if err != nil {
@@ -141,6 +143,9 @@ func Recorded(root string) (ids map[string]bool, changed time.Time, err error) {
 				changed = info.ModTime()
 			}
 		}
+	}
+	if !complete {
+		changed = time.Time{}
 	}
 	return ids, changed, nil
 }
