@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
@@ -25,7 +26,7 @@ type retryLoop struct {
 	tasks   *task.Runner
 	wake    chan struct{} // capacity 1
 	mu      sync.Mutex
-	items   []*retry
+	items   []*retry // the one that failed last comes last
 	running bool
 }
 
@@ -56,10 +57,16 @@ func (l *retryLoop) Add(what, object string, do func(context.Context) error) {
 func (l *retryLoop) Hasten() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for _, item := range l.items {
-		item.due = time.Now()
-	}
+	l.hasten()
 	l.signal()
+}
+
+// hasten is Hasten for a caller that holds the lock.
+func (l *retryLoop) hasten() {
+	now := time.Now()
+	for _, item := range l.items {
+		item.due = now
+	}
 }
 
 func (l *retryLoop) signal() {
@@ -126,20 +133,16 @@ func (l *retryLoop) sleep(d time.Duration, item *retry) bool {
 	return true
 }
 
+// tried records the end of a try. Of several items that are due, one that always fails comes after
+// all others. Otherwise each success of another item would be followed by its failure and a pause.
 func (l *retryLoop) tried(item *retry, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if err != nil {
-		item.due, item.delay = time.Now().Add(item.delay), min(2*item.delay, retryMost)
+	l.items = slices.DeleteFunc(l.items, func(other *retry) bool { return other == item })
+	if err == nil {
+		l.hasten()
 		return
 	}
-	left := l.items[:0]
-	for _, other := range l.items {
-		if other != item {
-			other.due = time.Now()
-			left = append(left, other)
-		}
-	}
-	clear(l.items[len(left):])
-	l.items = left
+	item.due, item.delay = time.Now().Add(item.delay), min(2*item.delay, retryMost)
+	l.items = append(l.items, item)
 }

@@ -59,3 +59,25 @@ func TestRetryLoop(t *testing.T) {
 		testutil.Must(t, tasks.Background.Wait(t.Context()))
 	})
 }
+
+// An item that always fails does not slow the others down, in whatever order they were added.
+func TestRetryLoopWithOneFailure(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
+		loop := newRetryLoop(tasks)
+		var done atomic.Int64
+		const items = 50
+		loop.Add("undo", "broken pod", func(context.Context) error { return errors.New("unauthorized") })
+		for range items {
+			loop.Add("undo", "pod", func(context.Context) error { done.Add(1); return nil })
+		}
+		time.Sleep(retryFirst + 2*retryPause)
+		synctest.Wait()
+		if done.Load() != items {
+			t.Errorf("%d of %d items are done", done.Load(), items)
+		}
+		tasks.Background.Cancel()
+		tasks.Background.Close()
+		testutil.Must(t, tasks.Background.Wait(t.Context()))
+	})
+}
