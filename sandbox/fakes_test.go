@@ -68,6 +68,7 @@ type fakeHost struct {
 	thawing    func()                     // called with each thaw; may be nil
 	savedBy    string                     // the runtime in the manifest of the checkpoint, which then has one container
 	holdSave   chan struct{}              // if not nil, SaveSandbox waits for it
+	detachTime time.Duration              // of each Detach
 	tasks      *task.Runner
 }
 
@@ -250,9 +251,12 @@ func (f *fakeHost) KillLeftBehind(context.Context, string, string) error {
 	return f.call("kill left behind")
 }
 
-func (f *fakeHost) Remove(context.Context, string, string) error { return f.call("remove processes") }
-func (f *fakeHost) RemoveByID(context.Context, string) error     { return f.call("remove by ID") }
-func (f *fakeHost) RemoveRoot(string) error                      { return f.call("remove runtime state") }
+func (f *fakeHost) Remove(ctx context.Context, _, _ string) error {
+	return errors.Join(f.call("remove processes"), ctx.Err())
+}
+
+func (f *fakeHost) RemoveByID(context.Context, string) error { return f.call("remove by ID") }
+func (f *fakeHost) RemoveRoot(string) error                  { return f.call("remove runtime state") }
 
 // Stopper
 
@@ -376,6 +380,7 @@ func (f fakeNetwork) Attach(context.Context, *state.PodSpec, *cni.Attachment) ([
 }
 
 func (f fakeNetwork) Detach(context.Context, *state.PodSpec, cni.Attachment) error {
+	time.Sleep(f.detachTime)
 	return f.call("detach")
 }
 

@@ -10,6 +10,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/pidfd"
+	"berth/internal/task"
 	"berth/internal/testutil"
 	"berth/sandbox/state"
 	"berth/shim/proto"
@@ -95,6 +96,29 @@ func TestUndoOfRunPodSandboxIsRetried(t *testing.T) {
 			})
 		})
 	}
+}
+
+// A plugin that hangs longer than an undo may take is a failure as any other: the pod counts as
+// unreleased, and after some attempts it has only its record.
+func TestUndoOfHangingPlugin(t *testing.T) {
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		f.detachTime = task.Limit + time.Second
+		f.failing("record pod ready", 1)
+		f.failing("detach", 1000)
+		_, err := m.RunPodSandbox(t.Context(), podConfig(), "")
+		wantFailure(t, err)
+		if m.Unreleased() != 1 {
+			t.Errorf("%d pods are unreleased", m.Unreleased())
+		}
+		time.Sleep(2 * strippedAfter * task.Limit)
+		wantCalled(t, f, true, "remove netns", "remove files")
+		f.failing("detach", 0)
+		time.Sleep(2 * task.Limit)
+		synctest.Wait()
+		if len(f.podRecords()) > 0 || m.Unreleased() != 0 {
+			t.Errorf("left: %v", f.podRecords())
+		}
+	})
 }
 
 // If a step of CreateContainer fails, all steps are undone. No record remains, and the same request

@@ -8,6 +8,7 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 )
 
@@ -38,9 +39,10 @@ func (m *Manager) undoLocked(p *pod) func(context.Context) error {
 }
 
 // undoPod erases a pod that no client can see. It records a failure, and strips the pod after some.
+// If ctx has expired, a plugin hangs, which is a failure too.
 func (m *Manager) undoPod(ctx context.Context, p lockedPod) error {
 	err := m.erasePod(ctx, p)
-	if err == nil || ctx.Err() != nil {
+	if err == nil || errors.Is(ctx.Err(), context.Canceled) {
 		return err
 	}
 	if p.Undo == nil {
@@ -59,8 +61,10 @@ func (m *Manager) undoPod(ctx context.Context, p lockedPod) error {
 }
 
 // stripPod removes everything from the node that the pod has, except what only CNI plugins can
-// release. It may be repeated.
+// release. It may be repeated. It has a deadline of its own: plugins may have used up the undo's.
 func (m *Manager) stripPod(ctx context.Context, p lockedPod) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), runtime.KillWait)
+	defer cancel()
 	err := errors.Join(m.removeContainersOf(ctx, p.pod), m.removePause(ctx, p.pod), m.podenv.RemoveMounts(p.ID),
 		m.podenv.RemoveNetNS(p.NetNS))
 	if err != nil {
