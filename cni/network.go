@@ -29,6 +29,7 @@ import (
 	"log/slog"
 	"math"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -177,13 +178,24 @@ func (n *Network) Close() {
 // configuration or with a plugin that is not installed. Unavailable if a plugin's STATUS (CNI 1.1)
 // failed or still runs.
 //
-// The answer comes from memory. An answer older than a second triggers a reload in the background.
-// Status waits for it at most a second, so that it knows which plugins are installed now.
+// The answer comes from memory. An answer older than a second, or other plugins than it is about,
+// trigger a reload in the background. Status waits for it at most a second, so that it knows which
+// plugins are installed now.
 func (n *Network) Status(ctx context.Context) error {
-	if time.Since(n.view.Load().at) > maxViewAge {
+	if v := n.view.Load(); time.Since(v.at) > maxViewAge || n.pluginsChanged(v) {
 		n.awaitRefresh(ctx)
 	}
 	return n.view.Load().ready()
+}
+
+// pluginsChanged reports whether other programs are installed than the view has seen. Nothing
+// watches their directories.
+func (n *Network) pluginsChanged(v *view) bool {
+	if v.net == nil {
+		return false
+	}
+	plugins, missing := n.findPlugins(v.net.list)
+	return (missing == nil) != (v.missing == nil) || missing == nil && !slices.Equal(plugins, v.plugins)
 }
 
 // awaitRefresh triggers a reload and waits for it and the plugins' answers.
