@@ -53,6 +53,7 @@ type hostConfig struct {
 	caCerts     []string    // PEM files, added to the system's
 	clientPairs [][2]string // certificate and key file; key "": in the same file
 	skipVerify  *bool       // nil: not configured
+	lenient     bool        // skipVerify is the default for loopback: it is for no other host
 	Header      http.Header
 	DialTimeout time.Duration  // 0: default
 	RedirectTo  []netip.Prefix // redirect_to: always allowed targets of redirects
@@ -474,7 +475,7 @@ func (h *hostConfig) setDefault(domain string) {
 	}
 	if port != "80" {
 		insecure := true
-		h.skipVerify = &insecure
+		h.skipVerify, h.lenient = &insecure, true
 	}
 }
 

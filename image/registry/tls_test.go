@@ -230,6 +230,20 @@ func TestTLSOptionsOfTokenServer(t *testing.T) {
 	}
 }
 
+// Certificates of registries on loopback are not verified by default. Those of other hosts are, when
+// they are token servers of such a registry.
+func TestTokenServerOfRegistryOnLoopback(t *testing.T) {
+	tokens := newTLSHost(t, giveToken)
+	reg := registrytest.NewTLS(t)
+	putImage(reg, "app", "v1", []byte("x"))
+	requireToken(reg, "https://"+tokens.host+"/token")
+	_, err := resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{Username: "u", Password: "p"})
+	wantUnavailable(t, err, "certificate")
+	if n := tokens.asked.Load(); n != 0 {
+		t.Errorf("a token server with an unknown certificate was asked %d times", n)
+	}
+}
+
 func leafOf(t *testing.T, h *tlsHost) *x509.Certificate {
 	t.Helper()
 	leaf, err := x509.ParseCertificate(h.TLS.Certificates[0].Certificate[0])

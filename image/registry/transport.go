@@ -54,6 +54,10 @@ func newConnections(h *hostConfig, dirs []string, headerTimeout time.Duration) (
 	if h.DialTimeout > 0 {
 		dialer.Timeout = h.DialTimeout
 	}
+	tokens := own.Clone()
+	if h.lenient { // nobody has configured that passwords go to unknown hosts
+		tokens.InsecureSkipVerify = false
+	}
 	guard := newRedirectGuard(h.Host, h.RedirectTo)
 	pool := func(config *tls.Config) *otherHosts {
 		return guard.otherHosts(dialer, func(connect dialFunc) *http.Transport {
@@ -62,7 +66,7 @@ func newConnections(h *hostConfig, dirs []string, headerTimeout time.Duration) (
 	}
 	return &connections{
 		guard: guard, dirs: dirs, own: newTransport(guard.dialRegistry(dialer), own, headerTimeout),
-		others: pool(others), tokens: pool(own), pool: pool, configured: map[hostPurpose]*otherHosts{},
+		others: pool(others), tokens: pool(tokens), pool: pool, configured: map[hostPurpose]*otherHosts{},
 	}, nil
 }
 
