@@ -50,7 +50,11 @@ func nameservers(path string) []netip.Addr {
 		if len(words) < 2 || words[0] != "nameserver" {
 			continue
 		}
-		if addr, err := netip.ParseAddr(words[1]); err == nil {
+		word := words[1]
+		if end := strings.IndexAny(word, ";#"); end >= 0 { // as in C libraries, a comment may follow
+			word = word[:end]
+		}
+		if addr, err := netip.ParseAddr(word); err == nil {
 			servers = append(servers, addr)
 		}
 	}

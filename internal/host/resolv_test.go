@@ -23,6 +23,9 @@ func TestResolvConf(t *testing.T) {
 		"another resolver on lo":     {"nameserver 127.0.0.1\n", behind, etcResolvConf},
 		"stub, nothing behind it":    {stub, "# no servers known\n", etcResolvConf},
 		"stub, resolved without one": {stub, "", etcResolvConf},
+		"stub with a comment":        {"nameserver 127.0.0.53;resolved\n", behind, resolvedConf},
+		"comment behind a server":    {stub + "nameserver 192.0.2.9#lan\n", behind, etcResolvConf},
+		"stub and a malformed word":  {stub + "nameserver 192.0.2.999\n", behind, resolvedConf},
 		"no servers":                 {"search lan\n", behind, etcResolvConf},
 		"no file":                    {"", behind, etcResolvConf},
 	} {
