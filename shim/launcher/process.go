@@ -18,8 +18,8 @@ import (
 // passFilter adds the container's seccomp filter to a process that is about to start.
 func (l *launcher) passFilter(p *libcontainer.Process, config *configs.Config) error {
 	err := l.filters.Pass(p, config)
-	if denied := (*bpfcache.Denied)(nil); errors.As(err, &denied) {
-		return proto.Errorf(proto.InvalidArgument, "%v", denied)
+	if denied := (*bpfcache.Denied)(nil); errors.As(err, &denied) || errors.Is(err, bpfcache.ErrArgument) {
+		return proto.Errorf(proto.InvalidArgument, "%v", err)
 	}
 	return err
 }

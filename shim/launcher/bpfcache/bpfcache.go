@@ -20,7 +20,8 @@
 //
 // The filter is always libcontainer's for the profile. If Init did not take the profile out,
 // libcontainer would install the filter itself, and its execve would fail: no command runs without
-// its filter. libcontainer keeps its order for profiles with a listener, and for containers with
+// its filter. No command brings a filter of its own: Pass refuses arguments with a NUL byte.
+// libcontainer keeps its order for profiles with a listener, and for containers with
 // startContainer hooks, which it runs with the filter.
 package bpfcache
 
@@ -32,6 +33,7 @@ import (
 	"fmt"
 	"runtime"
 	"slices"
+	"strings"
 
 	"github.com/opencontainers/runc/libcontainer"
 	"github.com/opencontainers/runc/libcontainer/configs"
@@ -44,6 +46,9 @@ import (
 // with a NUL byte.
 const carrierPrefix = "\x00berth-seccomp:"
 
+// ErrArgument is the error of a command with a NUL byte in an argument.
+var ErrArgument = errors.New("an argument of the command has a NUL byte")
+
 // Denied is the error of a profile that does not allow what the start of a command needs.
 type Denied struct{ Syscall string }
 
@@ -53,9 +58,12 @@ func (e *Denied) Error() string {
 
 // Pass adds the filter of the container's profile to a process that is about to start. It adds
 // nothing if there is no profile, or if libcontainer must install the filter itself: if the profile
-// does not compile, init reports why. The error is *Denied for a profile without execve.
+// does not compile, init reports why. The error is *Denied for a profile without execve, and
+// ErrArgument for a command that could be taken for one with a filter.
 func (t *Table) Pass(p *libcontainer.Process, config *configs.Config) error {
 	switch {
+	case slices.ContainsFunc(p.Args, func(arg string) bool { return strings.IndexByte(arg, 0) >= 0 }):
+		return ErrArgument
 	case config.Seccomp == nil, hasListener(config.Seccomp):
 		return nil
 	case p.Init && len(config.Hooks[configs.StartContainer]) > 0:

@@ -329,6 +329,23 @@ func TestPass(t *testing.T) {
 	}
 }
 
+// A command cannot bring a filter in place of the profile's. Its last argument would be one where
+// Pass adds nothing.
+func TestCommandBringsNoFilter(t *testing.T) {
+	all := testProfiles(t)
+	own := &libcontainer.Process{Args: []string{"a"}}
+	testutil.Must(t, newTable(t).Pass(own, &configs.Config{Seccomp: all["one call"], Capabilities: &configs.Capabilities{}}))
+	for name, args := range map[string][]string{"filter": own.Args, "NUL": {"a", "b\x00", "c"}} {
+		for profile, seccomp := range map[string]*configs.Seccomp{"none": nil, "listener": all["notify"], "usual": all["RuntimeDefault"]} {
+			p := &libcontainer.Process{Args: args}
+			err := newTable(t).Pass(p, &configs.Config{Seccomp: seccomp, Capabilities: &configs.Capabilities{}})
+			if !errors.Is(err, ErrArgument) || len(p.Args) != len(args) {
+				t.Errorf("%s, profile %s: %v", name, profile, err)
+			}
+		}
+	}
+}
+
 // libcontainer gets everything but the profile, and the capability to install it only if needed.
 func TestInitsConfiguration(t *testing.T) {
 	f := compiled(t, testProfiles(t)["one call"])
