@@ -10,7 +10,6 @@ import (
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/checkpoint/archive"
 	"berth/image"
@@ -61,10 +60,9 @@ func (m *Manager) CreateContainer(
 	return id, nil
 }
 
-// createFailed adds the container's identity to an error. kubelet matches the first words of some
-// errors. These get the identity at the end.
+// createFailed adds the container's identity to an error.
 func createFailed(identity string, err error) error {
-	if errors.Is(err, crierrors.ErrImageVolumeMountFailed) || errors.Is(err, crierrors.ErrRROUnsupported) {
+	if state.BeginsForKubelet(err) {
 		return fmt.Errorf("%w (create %s)", err, identity)
 	}
 	return fmt.Errorf("create %s: %w", identity, err)

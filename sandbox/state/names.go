@@ -1,6 +1,7 @@
 package state
 
 import (
+	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -8,6 +9,7 @@ import (
 	"unicode/utf8"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/internal/errdefs"
 )
@@ -41,14 +43,28 @@ func (n Names) Explain(err error) error {
 	if err == nil {
 		return nil
 	}
+	var missing []string
 	text := err.Error()
-	if n.Container != "" && !hasWord(text, n.Container) {
-		err = fmt.Errorf("container %s: %w", n.Container, err)
-	}
 	if n.Pod != "" && !hasWord(text, n.Namespace+"/"+n.Pod) {
-		err = fmt.Errorf("pod %s/%s: %w", n.Namespace, n.Pod, err)
+		missing = append(missing, "pod "+n.Namespace+"/"+n.Pod)
 	}
-	return err
+	if n.Container != "" && !hasWord(text, n.Container) {
+		missing = append(missing, "container "+n.Container)
+	}
+	switch names := strings.Join(missing, ": "); {
+	case names == "":
+		return err
+	case BeginsForKubelet(err):
+		return fmt.Errorf("%w (%s)", err, names)
+	default:
+		return fmt.Errorf("%s: %w", names, err)
+	}
+}
+
+// BeginsForKubelet reports whether kubelet matches the first words of an error of a container's
+// creation. Nothing may stand before them.
+func BeginsForKubelet(err error) bool {
+	return errors.Is(err, crierrors.ErrImageVolumeMountFailed) || errors.Is(err, crierrors.ErrRROUnsupported)
 }
 
 // hasWord returns whether text has word with no letter, digit or hyphen beside it.

@@ -5,6 +5,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/internal/errdefs"
 )
@@ -31,6 +32,13 @@ func TestNamesExplainErrors(t *testing.T) {
 		err := tt.names.Explain(errdefs.NotFound("%s", tt.text))
 		if err.Error() != tt.want || errdefs.Code(err) != codes.NotFound {
 			t.Errorf("%+v, %s: %v, code %v, want %s", tt.names, tt.text, err, errdefs.Code(err), tt.want)
+		}
+	}
+	// kubelet matches the beginning of these.
+	for _, begins := range []error{crierrors.ErrImageVolumeMountFailed, crierrors.ErrRROUnsupported} {
+		err := inContainer.Explain(errdefs.NotFound("%w: no", begins))
+		if want := begins.Error() + ": no (pod default/web: container app)"; err.Error() != want || errdefs.Code(err) != codes.NotFound {
+			t.Errorf("%v, code %v, want %s", err, errdefs.Code(err), want)
 		}
 	}
 	if err := inPod.Explain(nil); err != nil {
