@@ -145,6 +145,7 @@ func TestExecSyncErrors(t *testing.T) {
 		{"created container", &runtimeapi.ExecSyncRequest{ContainerId: created.Id, Cmd: []string{"true"}}, codes.FailedPrecondition, created.Id},
 		{"exited container", &runtimeapi.ExecSyncRequest{ContainerId: exited.Id, Cmd: []string{"true"}}, codes.FailedPrecondition, exited.Id},
 		{"no command", &runtimeapi.ExecSyncRequest{ContainerId: running.Id}, codes.InvalidArgument, "cmd"},
+		{"NUL byte", &runtimeapi.ExecSyncRequest{ContainerId: running.Id, Cmd: []string{"echo", "a\x00b"}}, codes.InvalidArgument, "NUL"},
 		{"negative timeout", &runtimeapi.ExecSyncRequest{ContainerId: running.Id, Cmd: []string{"true"}, Timeout: -1}, codes.InvalidArgument, "timeout"},
 	} {
 		_, err := runtime.ExecSync(t.Context(), c.req)
