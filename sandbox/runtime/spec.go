@@ -30,8 +30,12 @@ type Node struct {
 // Pause returns the runtime-spec of a pod's pause. image is the config of the pause image, nil for
 // the embedded pause.
 func (n Node) Pause(p *state.Pod, user users.User, image *ocispec.ImageConfig) (*specs.Spec, error) {
+	cpus := n.PauseCPUs
+	if p.Sandboxed() { // the sandbox of all containers is in the cgroup of the pause
+		cpus = ""
+	}
 	spec, err := oci.SandboxSpec(oci.SandboxInput{Pod: n.pod(p), Labels: p.Labels, Host: n.facts(p), Files: host.Files{},
-		SystemdCgroup: n.SystemdCgroup, User: user, Image: image, Seccomp: n.Defaults.Seccomp, CPUs: n.PauseCPUs})
+		SystemdCgroup: n.SystemdCgroup, User: user, Image: image, Seccomp: n.Defaults.Seccomp, CPUs: cpus})
 	if err != nil {
 		return nil, err
 	}

@@ -9,8 +9,10 @@ import (
 	"berth/internal/host"
 	"berth/internal/testutil"
 	"berth/oci"
+	"berth/oci/users"
 	"berth/sandbox/handler"
 	"berth/sandbox/state"
+	"berth/shim/ociruntime"
 )
 
 // A pod has a private shm unless it uses the node's IPC namespace. It has a user namespace only if
@@ -53,6 +55,26 @@ func TestPodOfEarlierVersion(t *testing.T) {
 	const etc = "/root/sandboxes/p/"
 	if got.Shm != "/state/pods/p/shm" || got.ResolvConf != etc+"resolv.conf" || got.Hosts != etc+"hosts" || got.Hostname != etc+"hostname" || got.OwnsFiles {
 		t.Errorf("%+v", got)
+	}
+}
+
+// The pause's CPUs are not those of a sandbox, which runs all containers of its pod.
+func TestPauseCPUs(t *testing.T) {
+	n := Node{Dirs: state.Dirs{Root: "/root", State: "/state"}, PauseCPUs: "0-1", NoAppArmor: func() string { return "" }}
+	for name, test := range map[string]struct {
+		runtime *handler.Runtime
+		want    string
+	}{
+		"libcontainer": {nil, "0-1"},
+		"runtime":      {&handler.Runtime{}, "0-1"},
+		"sandboxed":    {&handler.Runtime{Runtime: ociruntime.Runtime{Sandboxed: true}}, ""},
+	} {
+		config := &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "p"}}
+		spec, err := n.Pause(&state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: config, NetNS: "/netns/p", Runtime: test.runtime}}, users.User{}, nil)
+		testutil.Must(t, err)
+		if got := spec.Linux.Resources.CPU.Cpus; got != test.want {
+			t.Errorf("%s: CPUs %q", name, got)
+		}
 	}
 }
 

@@ -60,7 +60,7 @@ type Config struct {
 	DefaultUlimits []string `key:"container.default_ulimits" doc:"Resource limits of all containers, in the form NAME=SOFT:HARD, such as nofile=1024:65536. -1 is unlimited. Limits that are not listed are the daemon's own."`
 	DefaultSeccomp string   `key:"container.seccomp_profile" path:"optional" doc:"File with the seccomp profile of pods that request RuntimeDefault. It is read for each container. Empty: the built-in profile."`
 	UnsetSeccomp   string   `key:"container.unset_seccomp_profile" default:"unconfined" oneof:"unconfined,runtime/default" doc:"Seccomp profile of containers whose request has none. kubelet always requests one."`
-	PauseCPUs      string   `key:"container.pause_cpus" doc:"CPUs on which pause containers run, such as 0-1,4. Empty: all."`
+	PauseCPUs      string   `key:"container.pause_cpus" doc:"CPUs on which pause containers run, such as 0-1,4. It has no effect on gVisor, whose sandbox runs all containers of a pod in the cgroup of the pause. Empty: all."`
 
 	MaxExecs          int `key:"exec.max" old:"max_execs" default:"512" min:"1" doc:"Maximum number of commands that run in containers at the same time, probes and exec sessions together. A quarter is reserved for probes and hooks. Each needs a process with some MB of memory in berth's cgroup. Further commands fail with ResourceExhausted."`
 	MaxContainerExecs int `key:"exec.max_per_container" old:"max_container_execs" default:"128" min:"1" doc:"Maximum number of commands that run in one container at the same time."`
