@@ -127,7 +127,8 @@ var (
 	// separates the parts of error texts, so only names of passwords count before one.
 	namedSecret = regexp.MustCompile(`(?i)([\w.-]*(?:passw|passphrase|\bpass\b|psk|secret|credential|pwd)[\w.-]*\\*["']?\s*[:=]|` +
 		`[\w.-]*(?:token|key|auth|cookie|sig|pin|bearer|session|login)[\w.-]*(?:\\*["']\s*[:=]|\s*=)|` +
-		`\b(?:authorization|proxy-authorization|cookie|set-cookie|x-registry-auth)\s*:)\s*\S`)
+		`\b(?:authorization|proxy-authorization|cookie|set-cookie|x-registry-auth)\s*:|` +
+		`(?:^|\s)--?[\w-]*(?:pass|psk|secret|credential|pwd|token|key|auth|cookie)[\w-]*\s)\s*\S`)
 	url  = regexp.MustCompile(`\w[\w+.-]*://\S+`)
 	unit = regexp.MustCompile(`\S+`)
 )

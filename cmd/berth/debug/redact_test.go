@@ -115,6 +115,7 @@ var surroundings = []string{
 var named = []string{
 	"password=%s", "password: %s", `"passphrase": "%s"`, "psk=%s", `{"psk":"%s"}`, "secret: %s", "client_secret=%s", "db_passwd=%s",
 	"client-key-data=%s", `\"apiToken\":\"%s\"`, "token=%s", "Cookie: %s", "sig=%s", "X-Amz-Signature=%s", "login='%s'", "wpa_psk = %s",
+	"run --db-password %s", "-token %s",
 }
 
 // places returns what the bundle makes of a text in each place where it reads free text.
