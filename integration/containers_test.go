@@ -414,10 +414,11 @@ func TestTightLocalhostSeccomp(t *testing.T) {
 		}
 	}
 	tight := harness.Get(filepath.Abs(filepath.Join("testdata", "seccomp-tight.json")))(t)
-	_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t, harness.HostNetwork, func(c *runtimeapi.PodSandboxConfig) {
+	ofPod := d.RunPod(t, harness.HostNetwork, func(c *runtimeapi.PodSandboxConfig) { // kubelet sets both from the pod's spec
 		c.Linux.SecurityContext.Seccomp = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Localhost, LocalhostRef: tight}
-	}), "")
-	harness.WantCode(t, err, codes.InvalidArgument, "rt_sigtimedwait", "pause")
+	})
+	harness.Equal(t, "filters of the pause", machine.StatusField(t, ofPod.PausePID(t), "Seccomp_filters"), "1")
+	ofPod.Run(t, with(tight, true), harness.Command("cat"), func(c *runtimeapi.ContainerConfig) { c.Stdin = true }).Exec(t, "true")
 	dir := machine.HostDir(t)
 	harness.Must(t, os.WriteFile(filepath.Join(dir, "garbage"), []byte("no program"), 0o755))
 	volume := harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: dir, Readonly: true})

@@ -8,7 +8,9 @@ import (
 	"testing"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 
+	"berth/internal/pidfd"
 	"berth/shim/proto"
 )
 
@@ -151,6 +153,39 @@ func TestTightProfile(t *testing.T) {
 			}
 			if want := filtered.Replace(withoutInExec); inExec != want {
 				t.Errorf("a command of an exec has\n%s\nwant\n%s", inExec, want)
+			}
+		})
+	}
+}
+
+// A pod's profile is for its containers. berth's own pause works under each, and reaps processes.
+func TestPauseUnderTightProfile(t *testing.T) {
+	e := newEnv(t)
+	if e.runtime() != nil {
+		t.Skip("other OCI runtimes install filters themselves")
+	}
+	for name, profile := range map[string]*specs.LinuxSeccomp{
+		"nothing":  {DefaultAction: specs.ActErrno},
+		"killed":   {DefaultAction: specs.ActKillProcess, Syscalls: []specs.LinuxSyscall{{Names: []string{"read"}, Action: specs.ActAllow}}},
+		"no-wait4": {DefaultAction: specs.ActAllow, Syscalls: []specs.LinuxSyscall{{Names: []string{"wait4"}, Action: specs.ActErrno}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			req := e.pauseRequest("pause-" + name)
+			req.Spec.Linux.Seccomp, req.Pause = profile, proto.ContainerPause
+			pause := e.launch(req)
+			c := e.run("in-"+name, "orphan=$(sleep 0 >/dev/null & echo $!); while [ -e /proc/$orphan ]; do :; done; echo reaped; exec sleep 1000", func(r *proto.Launch) {
+				for i, ns := range r.Spec.Linux.Namespaces {
+					if ns.Type == specs.PIDNamespace {
+						r.Spec.Linux.Namespaces[i].Path = "/proc/" + itoa(pause.InitPID) + "/ns/pid"
+					}
+				}
+			})
+			e.until("pause has reaped the orphan", func() bool { return c.output("stdout") == "reaped\n" })
+			if err := pidfd.Signal(pause.Init, unix.SIGTERM); err != nil {
+				t.Fatal(err)
+			}
+			if err := pidfd.Wait(e.ctx, pause.Init); err != nil {
+				t.Fatal(err)
 			}
 		})
 	}

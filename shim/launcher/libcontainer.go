@@ -110,10 +110,10 @@ func (b *libcontainerBackend) makeContainer() (err error) {
 }
 
 func (b *libcontainerBackend) create() (pid int, err error) {
-	if err := b.makeContainer(); err != nil {
+	if err := b.setPauseFilter(); err != nil {
 		return 0, err
 	}
-	if err := b.checkPauseFilter(); err != nil {
+	if err := b.makeContainer(); err != nil {
 		return 0, err
 	}
 	if err := b.l.passFilter(b.process, b.config); err != nil {
@@ -127,24 +127,30 @@ func (b *libcontainerBackend) create() (pid int, err error) {
 	return b.process.Pid()
 }
 
-// checkPauseFilter refuses a pod's seccomp profile that does not allow what berth's own pause does.
-func (b *libcontainerBackend) checkPauseFilter() error {
-	if b.Pause == "" || !slices.Equal(b.process.Args, proto.PauseArgs) {
+// setPauseFilter replaces a pod's seccomp profile that denies what berth's own pause does. The new
+// one allows that and nothing else. The pod's profile is for its containers, and need not know
+// pause. A pause of an image has an upper directory, and keeps the profile.
+func (b *libcontainerBackend) setPauseFilter() (err error) {
+	if b.Pause == "" || b.Rootfs.Upper != "" || !slices.Equal(b.process.Args, proto.PauseArgs) {
 		return nil
 	}
-	for _, needed := range []struct {
-		name string
-		call uint32
-	}{
-		{"rt_sigtimedwait", unix.SYS_RT_SIGTIMEDWAIT}, {"rt_sigprocmask", unix.SYS_RT_SIGPROCMASK},
-		{"exit_group", unix.SYS_EXIT_GROUP},
-	} {
-		if !b.l.filters.Allows(b.config.Seccomp, needed.call) {
-			return proto.Errorf(proto.InvalidArgument,
-				"the pod's seccomp profile does not allow %s, which the pause container needs", needed.name)
-		}
+	denied := func(call uint32) bool { return !b.l.filters.Allows(b.config.Seccomp, call) }
+	if !slices.ContainsFunc(pauseCalls, denied) {
+		return nil
+	}
+	b.config.Seccomp, err = specconv.SetupSeccomp(&specs.LinuxSeccomp{
+		DefaultAction: specs.ActErrno,
+		Syscalls:      []specs.LinuxSyscall{{Names: proto.PauseSyscalls, Action: specs.ActAllow}},
+	})
+	if err != nil {
+		return fmt.Errorf("seccomp profile of pause: %w", err)
 	}
 	return nil
+}
+
+// pauseCalls are the system calls without which pause does not work.
+var pauseCalls = []uint32{
+	unix.SYS_EXECVE, unix.SYS_RT_SIGTIMEDWAIT, unix.SYS_RT_SIGPROCMASK, unix.SYS_WAIT4, unix.SYS_EXIT_GROUP,
 }
 
 func (b *libcontainerBackend) execute() error {

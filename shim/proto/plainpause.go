@@ -124,8 +124,8 @@ func isNeededMount(m specs.Mount) bool {
 	return (m.Destination != "/proc" || m.Type != "proc") && (m.Destination != "/dev" || m.Type != "tmpfs")
 }
 
-// pauseSyscalls are the system calls of pause. The filter in pause.c allows these only.
-var pauseSyscalls = []string{
+// PauseSyscalls are the system calls of pause. The filter in pause.c allows these only.
+var PauseSyscalls = []string{
 	"execve", "exit_group", "restart_syscall",
 	"rt_sigprocmask", "rt_sigtimedwait", "wait4", "write",
 }
@@ -139,7 +139,7 @@ func allowsPause(profile *specs.LinuxSeccomp) bool {
 	if profile.ListenerPath != "" {
 		return false
 	}
-	for _, name := range pauseSyscalls {
+	for _, name := range PauseSyscalls {
 		rules := slices.DeleteFunc(slices.Clone(profile.Syscalls),
 			func(c specs.LinuxSyscall) bool { return !slices.Contains(c.Names, name) })
 		if len(rules) == 0 && profile.DefaultAction == specs.ActAllow {
