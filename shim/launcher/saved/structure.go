@@ -25,9 +25,8 @@ func refused(format string, args ...any) error { return &Refused{fmt.Sprintf(for
 // processes, so whoever restores them trusts them. Check compares what CRIU uses there before the
 // processes have their own rights back:
 //
-//   - The vDSO, from which CRIU takes addresses of functions, has the content of this kernel's.
-//   - The areas of restartable sequences, which the kernel writes, are private memory, and no
-//     sequence is in progress.
+//   - The vDSO has the content of this kernel's.
+//   - The areas of restartable sequences are private memory, and no sequence is in progress.
 //   - The mappings are in the order that CRIU relies on, and of kinds that berth knows.
 func Check(images *os.File, vdso []byte) error {
 	dir, err := safefs.OpenDir(images, "")
