@@ -200,6 +200,19 @@ func TestRequestedMountsWin(t *testing.T) {
 	harness.Equal(t, "number of mounts in the status", len(c.Status(t).Mounts), len(mounts))
 }
 
+// The mount of a CDI device takes the place of volumes below it, and gets no directories for them.
+func TestVolumesBelowMountOfDevice(t *testing.T) {
+	dir, option := cdiDir(t)
+	lib := machine.HostDir(t)
+	harness.Must(t, os.WriteFile(filepath.Join(lib, "lib.so"), nil, 0o644))
+	writeCDI(t, filepath.Join(dir, "vendor.json"), map[string]any{"one": map[string]any{
+		"mounts": []any{map[string]any{"hostPath": lib, "containerPath": "/vendor", "options": []string{"ro", "rbind"}}},
+	}})
+	d := harness.StartDaemon(t, option)
+	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Image(declaring(t, "below", []string{"/vendor/data", "/kept"})), harness.Cdi("one"))
+	harness.Equal(t, "files", c.Exec(t, "sh", "-c", "ls -A /vendor /kept && grep -q ' /kept ' /proc/mounts"), "/kept:\n\n/vendor:\nlib.so")
+}
+
 // names lists a directory.
 func names(t *testing.T, dir string) []string {
 	t.Helper()

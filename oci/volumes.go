@@ -124,3 +124,20 @@ func volumeMounts(in ContainerInput) (mounts []specs.Mount) {
 	}
 	return mounts
 }
+
+// DropCovered removes the mounts of anonymous volumes from a complete spec that are below another
+// mount. A plugin or a CDI device has added that mount, whose content takes the place of the
+// volumes, as that of a request's mount does. One at the same path has replaced the volume already.
+func DropCovered(spec *specs.Spec, volumes []AnonymousVolume, dir string) {
+	if len(volumes) == 0 {
+		return
+	}
+	isVolume := func(m specs.Mount) bool {
+		return slices.ContainsFunc(volumes, func(v AnonymousVolume) bool { return m.Source == filepath.Join(dir, v.Name) })
+	}
+	others := slices.DeleteFunc(slices.Clone(spec.Mounts), isVolume)
+	spec.Mounts = slices.DeleteFunc(spec.Mounts, func(m specs.Mount) bool {
+		covers := func(o specs.Mount) bool { return isBelow(m.Destination, path.Clean(o.Destination)) }
+		return isVolume(m) && slices.ContainsFunc(others, covers)
+	})
+}

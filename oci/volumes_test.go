@@ -8,6 +8,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -123,5 +124,31 @@ func TestVolumeMounts(t *testing.T) {
 	m := findMount(mustSpec(t, in), "/a/b/c")
 	if m.Source != "/volumes/0" || m.Type != "bind" || !slices.Equal(m.Options, []string{"rbind", "rprivate", "rw"}) {
 		t.Errorf("mount %+v", m)
+	}
+}
+
+// A mount that a plugin or a CDI device adds takes the place of volumes below it.
+func TestDropCovered(t *testing.T) {
+	t.Parallel()
+	in := testInput()
+	in.VolumesDir = "/volumes"
+	in.Volumes = []AnonymousVolume{{Name: "0", Path: "/data"}, {Name: "1", Path: "/data/sub"}, {Name: "2", Path: "/lib/a/b"}, {Name: "3", Path: "/library"}}
+	spec := mustSpec(t, in)
+	before := len(spec.Mounts)
+	DropCovered(spec, in.Volumes, in.VolumesDir)
+	if len(spec.Mounts) != before {
+		t.Errorf("without another mount: %d mounts of %d", len(spec.Mounts), before)
+	}
+	spec.Mounts = append(spec.Mounts, specs.Mount{Destination: "/lib/", Type: "bind", Source: "/volumes"},
+		specs.Mount{Destination: "/data/file", Type: "bind", Source: "/x"})
+	DropCovered(spec, in.Volumes, in.VolumesDir)
+	var left []string
+	for _, m := range spec.Mounts {
+		if strings.HasPrefix(m.Source, "/volumes/") {
+			left = append(left, m.Destination)
+		}
+	}
+	if want := []string{"/data", "/data/sub", "/library"}; !slices.Equal(left, want) || len(spec.Mounts) != before+1 {
+		t.Errorf("volumes at %q, want %q; %d mounts", left, want, len(spec.Mounts))
 	}
 }

@@ -81,6 +81,7 @@ func (n Node) Container(
 	if err := c.Adjustment.Apply(spec, node); err != nil {
 		return nil, err
 	}
+	oci.DropCovered(spec, c.Anonymous, n.Dirs.Volumes(c.ID))
 	return spec, n.bindDevices(p, c, names, spec)
 }
 
