@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"strings"
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -166,6 +167,11 @@ func (s *Service) execTarget(id string, command []string) (ContainerTarget, erro
 	}
 	if len(command) == 0 || command[0] == "" {
 		return ContainerTarget{}, errdefs.InvalidArgument("exec in container %s: the command is empty", c.ID)
+	}
+	for _, arg := range command {
+		if strings.IndexByte(arg, 0) >= 0 { // a runtime would cut the argument there
+			return ContainerTarget{}, errdefs.InvalidArgument("exec in container %s: NUL byte in %q", c.ID, errdefs.Clip(arg))
+		}
 	}
 	return c, nil
 }

@@ -72,6 +72,7 @@ func TestChecks(t *testing.T) {
 		"exec in ended container":          {exec("true"), "ended", codes.FailedPrecondition},
 		"empty exec":                       {exec(), "runs", codes.InvalidArgument},
 		"exec of an empty program":         {exec("", "argument"), "runs", codes.InvalidArgument},
+		"exec with a NUL byte":             {exec("echo", "a\x00b"), "runs", codes.InvalidArgument},
 		"empty exec in ended container":    {exec(), "ended", codes.FailedPrecondition},
 		"attach":                           {attach(false), "runs", codes.OK},
 		"attach to a terminal":             {attach(true), "terminal", codes.OK},
