@@ -319,3 +319,29 @@ func TestFolderOfOtherHost(t *testing.T) {
 		}
 	}
 }
+
+// Registries and manifests name other hosts in any spelling. Each host has one pool of connections.
+func TestSpellingsShareConnections(t *testing.T) {
+	dir := t.TempDir()
+	server := httptest.NewTLSServer(http.NotFoundHandler())
+	defer server.Close()
+	_, port, err := net.SplitHostPort(server.Listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	registrytest.WriteFile(t, filepath.Join(dir, "localhost:"+port, "hosts.toml"), "skip_verify = true\n")
+	c, err := newConnections(&hostConfig{Host: "registry.example"}, []string{dir}, time.Minute)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, host := range []string{"localhost", "LOCALHOST", "LocalHost"} {
+		r := httptest.NewRequest(http.MethodGet, "https://"+host+":"+port+"/", nil)
+		if resp, err := c.RoundTrip(r); err == nil {
+			_ = resp.Body.Close() // it was not read
+		}
+	}
+	if len(c.configured) != 1 {
+		t.Errorf("%d pools of connections", len(c.configured))
+	}
+	c.closeIdle()
+}

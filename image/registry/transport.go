@@ -99,7 +99,7 @@ func (c *connections) RoundTrip(r *http.Request) (*http.Response, error) {
 // roundTripTo sends a request to another host: with the TLS options of the host's folder, else by
 // the given connections.
 func (c *connections) roundTripTo(usual *otherHosts, r *http.Request, isForeign bool) (*http.Response, error) {
-	pool, err := c.configuredFor(hostPurpose{r.URL.Host, isForeign})
+	pool, err := c.configuredFor(hostPurpose{strings.ToLower(r.URL.Host), isForeign})
 	if err != nil {
 		return nil, err
 	}
