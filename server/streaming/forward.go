@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/moby/spdystream/spdy"
+	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"k8s.io/cri-streaming/pkg/streaming/portforward"
 	"k8s.io/streaming/pkg/httpstream"
@@ -86,7 +87,7 @@ func (f *forwarder) forwardSPDY(port int32, s httpstream.Stream, full bool) erro
 		err = nil
 	case err != nil && f.ctx.Err() != nil:
 		err = context.Cause(f.ctx)
-	case err != nil && f.worked.Load():
+	case err != nil && (f.worked.Load() || errors.Is(err, unix.ECONNRESET)): // a reset may precede any use of the client
 		f.log.Info("a forwarded connection ended with an error", "pod", f.pod, "port", port, "err", err)
 		err = nil
 	}

@@ -8,22 +8,26 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"os"
 	"testing"
 
 	"github.com/moby/spdystream/spdy"
+	"golang.org/x/sys/unix"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/portforward"
 	clientspdy "k8s.io/client-go/transport/spdy"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 
+	"berth/internal/errdefs"
 	"berth/internal/testutil"
 )
 
 // Ports of a pod whose applications behave differently.
 const (
-	echoes = iota + 1 // returns what it gets
-	resets            // sends some data and resets the connection
+	echoes       = iota + 1 // returns what it gets
+	resets                  // sends some data and resets the connection
+	resetsAtOnce            // resets each connection that it has accepted
 	refuses
 )
 
@@ -36,6 +40,8 @@ func pod(ctx context.Context, port int32, client io.ReadWriteCloser) error {
 	case resets:
 		_, _ = client.Write([]byte("some"))
 		return errors.New("connection reset by peer")
+	case resetsAtOnce: // before anything is read or written
+		return errdefs.Internal("forward: %w", &net.OpError{Op: "read", Err: os.NewSyscallError("read", unix.ECONNRESET)})
 	}
 	return errors.New("connection refused")
 }
@@ -137,6 +143,23 @@ func TestWebSocketForwardsFailAlone(t *testing.T) {
 	}
 	if data[2][2:] != "some" || data[4][2:] != "" {
 		t.Errorf("the other ports sent %q and %q", data[2], data[4])
+	}
+}
+
+// An application that resets its first connection has accepted it, so the session goes on.
+func TestFirstForwardIsReset(t *testing.T) {
+	s := serving(t, doing{forwardPort: pod})
+	u, err := url.Parse(s.forwardURL(t))
+	testutil.Must(t, err)
+	local, ended := forwardLocally(t, u, resetsAtOnce, echoes)
+	if got, err := io.ReadAll(connect(t, local[0])); err != nil || len(got) > 0 {
+		t.Errorf("%q, %v", got, err)
+	}
+	wantEcho(t, connect(t, local[1]))
+	select {
+	case err := <-ended:
+		t.Errorf("the session ended: %v", err)
+	default:
 	}
 }
 
