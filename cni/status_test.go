@@ -254,8 +254,8 @@ func TestConfigValidation(t *testing.T) {
 	}
 }
 
-// Status knows at once which plugins are installed, however fresh the last answer is, and the log has
-// the return.
+// Status knows at once which plugins are installed, however fresh the last answer is, and the log
+// has the return.
 func TestStatusAfterPluginsChanged(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)

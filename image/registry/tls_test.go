@@ -230,8 +230,8 @@ func TestTLSOptionsOfTokenServer(t *testing.T) {
 	}
 }
 
-// Certificates of registries on loopback are not verified by default. Those of other hosts are, when
-// they are token servers of such a registry.
+// Certificates of registries on loopback are not verified by default. Those of other hosts are,
+// when they are token servers of such a registry.
 func TestTokenServerOfRegistryOnLoopback(t *testing.T) {
 	tokens := newTLSHost(t, giveToken)
 	reg := registrytest.NewTLS(t)

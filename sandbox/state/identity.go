@@ -114,8 +114,8 @@ func writeIdentity(dir string, i Identity) error {
 }
 
 // Recorded returns the IDs of all pods and containers that root knows: they have records, which
-// may be damaged or set aside. changed is when a record was last written or removed. It is zero if a
-// folder of records is missing: no daemon has used root, or the folder was removed.
+// may be damaged or set aside. changed is when a record was last written or removed. It is zero if
+// a folder of records is missing: no daemon has used root, or the folder was removed.
 func Recorded(root string) (ids map[string]bool, changed time.Time, err error) {
 	ids = map[string]bool{}
 	complete := true
