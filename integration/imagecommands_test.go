@@ -60,7 +60,7 @@ func TestImageLoad(t *testing.T) {
 		t.Errorf("load from a pipe: %v\n%s", err, out)
 	}
 	runBerth(t, d, "image", "tag", "example.com/layout:v1", "example.com/again:v1")
-	gone := runBerth(t, d, "image", "rm", status.RepoDigests[0])
+	gone := runBerth(t, d, "image", "rm", "--force", status.RepoDigests[0])
 	harness.WantText(t, "output of rm with a digest", gone, status.Id, "untagged", "example.com/again:v1", "example.com/layout:v1")
 	if out, err := tryBerth(d, "image", "load", "/etc/passwd"); err == nil || !strings.Contains(out, "load /etc/passwd: invalid request: ") {
 		t.Errorf("load of a text: %v\n%s", err, out)

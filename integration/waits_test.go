@@ -56,7 +56,7 @@ func passesLimit(t *testing.T, d *harness.Daemon, what, object string, limit int
 		for _, line := range machine.ReadLines(d.LogFile()) {
 			if strings.Contains(line, "a wait has passed its limit") {
 				stacks = stacks || strings.Contains(line, "goroutine ") // stacks are logged once a minute, perhaps with an earlier wait
-				logged = logged || strings.Contains(line, strconv.Quote(what)) && strings.Contains(line, object) && strings.Contains(line, fmt.Sprintf("limit=%ds", limit))
+				logged = logged || strings.Contains(line, strconv.Quote(what)) && strings.Contains(line, object) && strings.Contains(line, fmt.Sprintf("limit=%d ", limit))
 			}
 		}
 		if !logged || !stacks {

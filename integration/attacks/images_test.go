@@ -99,10 +99,10 @@ func TestCVE_2024_3727_DigestAsPath(t *testing.T) {
 			m["layers"].([]any)[0].(map[string]any)["digest"] = digest
 		}))
 		_, err := d.TryPull(t, name, nil)
-		harness.WantCode(t, err, codes.DataLoss, "layer 0", said)
+		harness.WantCode(t, err, codes.FailedPrecondition, "layer 0", said)
 		r.Hook(rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["digest"] = digest }))
 		_, err = d.TryPull(t, name, nil)
-		harness.WantCode(t, err, codes.DataLoss, "config", said)
+		harness.WantCode(t, err, codes.FailedPrecondition, "config", said)
 	}
 	if n := r.Count(http.MethodGet, ""); r.Count(http.MethodGet, "/manifests/latest") != n {
 		t.Errorf("some of %d requests were for a blob with an invalid digest", n)
@@ -176,9 +176,9 @@ func TestCVE_2023_25153_SizeLimits(t *testing.T) {
 		}), codes.FailedPrecondition, "image has 10000 layers"},
 		{"layer of 2^62 bytes", rewriteManifest(t, func(m map[string]any) {
 			m["layers"].([]any)[0].(map[string]any)["size"] = int64(1) << 62
-		}), codes.ResourceExhausted, "allowed for an unpacked layer"},
-		{"config of 1 GiB", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = 1 << 30 }), codes.DataLoss, limit},
-		{"negative size", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = -1 }), codes.DataLoss, "size is negative"},
+		}), codes.FailedPrecondition, "allowed for an unpacked layer"},
+		{"config of 1 GiB", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = 1 << 30 }), codes.FailedPrecondition, limit},
+		{"negative size", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = -1 }), codes.FailedPrecondition, "size is negative"},
 	} {
 		t.Run(c.what, func(t *testing.T) { harness.WantCode(t, try(t, c.hook), c.code, c.text) })
 	}
@@ -221,7 +221,7 @@ func TestCVE_2023_25153_DecompressionBomb(t *testing.T) {
 	})
 	name := hostileImage(t, v1.Config{}, fixture.Tree{fixture.File("bomb", 0o644, strings.Repeat("\x00", bomb))})
 	_, err := d.TryPull(t, name, nil)
-	harness.WantCode(t, err, codes.ResourceExhausted, "bytes allowed")
+	harness.WantCode(t, err, codes.FailedPrecondition, "bytes allowed")
 	harness.NoTraceOf(t, d, name)
 	tookLessThan(t, d, 128<<20)
 }

@@ -34,7 +34,7 @@ func HighestPID(images string) (highest int, err error) {
 			case kind == protowire.VarintType && number <= threads:
 				var id uint64
 				if id, n = protowire.ConsumeVarint(data); n >= 0 {
-					highest = max(highest, int(uint32(id)))
+					highest = max(highest, int(int32(id))) // -1 is the group of an ended process
 				}
 			default:
 				n = protowire.ConsumeFieldValue(number, kind, data)

@@ -128,7 +128,7 @@ func (f *facts) compareDescriptor(d *finder, fd descriptor) {
 		if fd.pid != 0 && !f.mayWatch(fd.pid) {
 			d.differ(object, "a process of a running object, or a child", "process %d", fd.pid)
 		}
-	case deleted && !strings.HasPrefix(target, "/memfd:"):
+	case deleted && !strings.HasPrefix(target, "/memfd:") && !isNetworkOfThread(target):
 		d.differ(object, "a file that exists", "%s", fd.target)
 	case strings.HasPrefix(target, "net:[") || strings.HasPrefix(target, "user:[") || strings.HasPrefix(target, "mnt:["):
 		d.differ(object, "no namespace", "%s", fd.target)
@@ -140,6 +140,13 @@ func (f *facts) compareDescriptor(d *finder, fd descriptor) {
 			}
 		}
 	}
+}
+
+// isNetworkOfThread reports whether this is /proc/PID/task/TID/net/dev. It serves the statistics of
+// a pod also after the thread that opened it has ended.
+func isNetworkOfThread(path string) bool {
+	match, _ := filepath.Match("/proc/*/task/*/net/dev", path) // the pattern is valid
+	return match
 }
 
 // concerns reports whether a file with an ID in its path belongs to an object, not to a layer.

@@ -249,6 +249,9 @@ var differences = []difference{
 	{"a deleted file held", func(_ *testing.T, f *facts) {
 		f.descriptors = append(f.descriptors, descriptor{number: "9", target: "/var/log/x (deleted)"})
 	}, []string{"fds: descriptor 9 of the daemon: expected a file that exists"}},
+	{"statistics that an ended thread opened", func(_ *testing.T, f *facts) {
+		f.descriptors = append(f.descriptors, descriptor{number: "9", target: "/proc/7/task/8/net/dev (deleted)"})
+	}, nil},
 	{"a cgroup's file held", func(_ *testing.T, f *facts) {
 		f.descriptors = append(f.descriptors, descriptor{number: "9", target: "/sys/fs/cgroup/kubepods/" + strangeID + "/cpu.stat"})
 	}, []string{"fds: descriptor 9 of the daemon: expected a file of a recorded pod"}},
