@@ -245,7 +245,7 @@ func TestArtifactVolume(t *testing.T) {
 			harness.WantText(t, "JSON", runBerth(t, d, "image", "ls", "-o", "json"), `"artifactType": "application/vnd.example.model"`)
 			d.Restart(t)
 			harness.Equal(t, "after a restart", c.Exec(t, "cat", "/v/config.json"), "{}")
-			runBerth(t, d, "image", "rm", name)
+			runBerth(t, d, "image", "rm", "--force", name)
 		})
 	}
 }
