@@ -315,8 +315,10 @@ func TestCrunWithoutRecords(t *testing.T) {
 	c := pod.Run(t)
 	pid := c.Pid(t)
 	d.Kill(t)
-	for _, dir := range []string{"pods", "containers"} {
-		harness.Must(t, os.RemoveAll(filepath.Join(d.Root, dir)))
+	for _, dir := range []string{"pods", "containers"} { // berth refuses to start without the folders
+		for _, record := range machine.ReadDir(filepath.Join(d.Root, dir)) {
+			harness.Must(t, os.RemoveAll(filepath.Join(d.Root, dir, record)))
+		}
 	}
 	d.Start(t)
 	harness.Eventually(t, "the pod's container is removed", func() error {

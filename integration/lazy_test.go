@@ -216,7 +216,7 @@ func TestLazyVolume(t *testing.T) {
 	}()
 	harness.EventuallyTrue(t, "a request for content waits", func() bool { return n.gate.Waiting() > 0 })
 	pod.Stop(t)
-	harness.WantCode(t, <-failed, codes.FailedPrecondition, "was stopped")
+	harness.WantCode(t, <-failed, codes.FailedPrecondition, "pod sandbox "+pod.Id)
 	n.gate.Open()
 	c := n.RunPod(t).Run(t, harness.Image(n.image))
 	harness.Equal(t, "sum", c.Exec(t, "sha256sum", "/data/file"), fmt.Sprintf("%x  /data/file", sha256.Sum256([]byte(content))))

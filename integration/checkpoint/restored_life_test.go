@@ -65,7 +65,8 @@ func TestRestoredStats(t *testing.T) {
 	d := startDaemon(t)
 	pod := d.RunPod(t)
 	const held = 24 << 20
-	c := pod.Run(t, harness.Script(fmt.Sprintf("held=$(head -c %d /dev/zero | tr '\\0' x); head -c %d /dev/zero >/file; echo ready; while :; do :; done", held, 4<<20)))
+	// The file has no zeros, because a restore writes them as holes, which use no bytes.
+	c := pod.Run(t, harness.Script(fmt.Sprintf("held=$(head -c %d /dev/zero | tr '\\0' x); yes | head -c %d >/file; echo ready; while [ ! -e /rest ]; do :; done; exec sleep 100000", held, 4<<20)))
 	c.WaitOutput(t, "ready")
 	restored, list := revive(t, pod, c)
 	stats := func() *runtimeapi.ContainerStats {
@@ -76,6 +77,7 @@ func TestRestoredStats(t *testing.T) {
 	if used := stats().GetMemory().GetUsageBytes().GetValue(); used < held {
 		t.Errorf("memory %d, want at least %d", used, held)
 	}
+	list[0].Exec(t, "touch", "/rest") // files are counted with the CPU time that others leave
 	harness.EventuallyTrue(t, "its files are counted", func() bool { return stats().GetWritableLayer().GetUsedBytes().GetValue() >= 4<<20 })
 	ofPod := harness.Get(d.Cri.PodSandboxStats(t.Context(), restored.Id))(t)
 	harness.Equal(t, "containers of the pod", len(ofPod.GetLinux().GetContainers()), 1)
