@@ -47,17 +47,9 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	m.recordStart(c.container, trace.Of(ctx))
 	launchCtx, launched := c.launching.Begin(ctx)
 	defer launched()
-	p, err := m.readyPod(c.PodID) // a stop of the pod before Begin could not cancel it
+	p, err := m.podForStart(c) // a stop of the pod before Begin could not cancel it
 	if err != nil {
 		return err
-	}
-	if err := m.filesUsable(c); err != nil {
-		return err
-	}
-	if c.Restore != nil {
-		if err := m.restorePermitted(!p.Sandboxed()); err != nil {
-			return err
-		}
 	}
 	if err := c.Move(state.ContainerStarting); err != nil {
 		return err
@@ -100,6 +92,18 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 		return err
 	}
 	return nil
+}
+
+// podForStart returns the container's pod, or an error if the container may not start in it.
+func (m *Manager) podForStart(c lockedContainer) (*pod, error) {
+	p, err := m.readyPod(c.PodID)
+	if err == nil {
+		err = m.filesUsable(c)
+	}
+	if err == nil && c.Restore != nil {
+		err = m.restorePermitted(!p.Sandboxed())
+	}
+	return p, err
 }
 
 // filesUsable returns an error if the container's files may be wrong.
