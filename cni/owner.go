@@ -245,8 +245,8 @@ func (o *owner) logChanges(old, v *view) {
 	}
 }
 
-// probe runs VERSION, unless it has run with the same programs, and STATUS in a goroutine, one round
-// at a time. A round of a network that is no longer current is cancelled.
+// probe runs VERSION, unless it has run with the same programs, and STATUS in a goroutine, one
+// round at a time. A round of a network that is no longer current is cancelled.
 func (o *owner) probe() {
 	view := o.n.view.Load()
 	net := view.net

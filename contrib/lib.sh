@@ -32,8 +32,9 @@ install_packages() {
 		die "apt-get could not install ${missing[*]}"
 }
 
-# apt_get ARG… runs apt-get, and waits up to BERTH_APT_PATIENCE seconds while another apt holds a lock, as
-# unattended-upgrades does on a new machine. DPkg::Lock::Timeout covers only dpkg's own lock.
+# apt_get ARG… runs apt-get, and waits up to BERTH_APT_PATIENCE seconds while another apt holds a
+# lock, as unattended-upgrades does on a new machine. DPkg::Lock::Timeout covers only dpkg's own
+# lock.
 apt_get() {
 	local errors deadline=$((SECONDS + ${BERTH_APT_PATIENCE:-900})) told=
 	until errors=$(LC_ALL=C apt-get -o DPkg::Lock::Timeout="${BERTH_APT_PATIENCE:-900}" "$@" 2>&1 >/dev/null); do

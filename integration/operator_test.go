@@ -255,8 +255,8 @@ func onlyWarnings(err error) bool {
 // failed reports whether `berth check` failed or found a failure.
 func failed(err error) bool { return err != nil && !onlyWarnings(err) }
 
-// The CRI socket of another runtime prevents berth's start, its NRI socket does not. A running daemon with the same configuration
-// does not count as another runtime.
+// The CRI socket of another runtime prevents berth's start, its NRI socket does not. A running
+// daemon with the same configuration does not count as another runtime.
 func TestCheckFindsOtherRuntimes(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StateInFile)
 	flags := []string{"check", "--config", d.ConfigFile(), "--root", d.Root, "--listen"}

@@ -381,7 +381,8 @@ func TestAttachedClientPauses(t *testing.T) {
 	}
 }
 
-// If the monitor dies, its attached clients get an error. It does not look like the container's end.
+// If the monitor dies, its attached clients get an error. It does not look like the container's
+// end.
 func TestAttachWithoutMonitorFails(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)

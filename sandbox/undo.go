@@ -120,8 +120,8 @@ func (m *Manager) settleEarlier(ctx context.Context, of *runtimeapi.PodSandboxMe
 	return nil
 }
 
-// deferUndo undoes a pod of an earlier daemon in the background, unless that daemon had failed: then
-// the retry loop continues.
+// deferUndo undoes a pod of an earlier daemon in the background, unless that daemon had failed:
+// then the retry loop continues.
 func (m *Manager) deferUndo(p lockedPod) {
 	p.undoing.Store(true)
 	if p.Undo == nil {

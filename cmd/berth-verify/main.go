@@ -1,5 +1,5 @@
-// Command berth-verify checks the signatures of one image (package image/trust/worker), in a process
-// that can do nothing else. The daemon starts it; it has no use on its own.
+// Command berth-verify checks the signatures of one image (package image/trust/worker), in a
+// process that can do nothing else. The daemon starts it; it has no use on its own.
 package main
 
 import (

@@ -36,7 +36,8 @@
 //
 // Errors of this package carry a gRPC code: InvalidArgument for a tar that is no valid layer,
 // FailedPrecondition if it exceeds its limits, ResourceExhausted if it would use the disk's
-// reserve, DataLoss for a wrong diffID, NotFound for a missing layer. Errors of the caller's reader are passed on.
+// reserve, DataLoss for a wrong diffID, NotFound for a missing layer. Errors of the caller's reader
+// are passed on.
 package layer
 
 import (

@@ -313,8 +313,8 @@ func (d *Daemon) ServeCommand() *exec.Cmd {
 	return d.Command(args...)
 }
 
-// WithDirectoriesInConfig sets root and state in the configuration file instead of by flags, so that
-// a reload can change them.
+// WithDirectoriesInConfig sets root and state in the configuration file instead of by flags, so
+// that a reload can change them.
 func WithDirectoriesInConfig(t *testing.T, d *Daemon) {
 	d.dirsInConfig = true
 	WithConfig(fmt.Sprintf("root = %q\nstate = %q", d.Root, d.State))(t, d)

@@ -53,9 +53,9 @@ func (k Provisioner) RemoveUnrecorded(ctx context.Context, id string) error {
 }
 
 // detachUnrecorded releases the addresses of a pod. Only pods have files below root, which exist
-// from before ADD until after DEL, and network namespaces. The configuration of ADD was lost with the record. Networks.Collect has
-// already used libcni's cached copy. A power cut can lose the copy too, so DEL runs with the
-// present configuration.
+// from before ADD until after DEL, and network namespaces. The configuration of ADD was lost with
+// the record. Networks.Collect has already used libcni's cached copy. A power cut can lose the copy
+// too, so DEL runs with the present configuration.
 func (k Provisioner) detachUnrecorded(ctx context.Context, id string) error {
 	_, err := os.Lstat(k.Dirs.PodFiles(id))
 	if errors.Is(err, fs.ErrNotExist) && netns.Existing(k.Dirs.NetNS(id)) == "" {

@@ -112,7 +112,8 @@ func (k Restores) Compare(ctx context.Context, a *archive.Archive, c *state.Cont
 	return checkStreams(dir)
 }
 
-// imageOf returns the ID of the image of a container in a checkpoint. name is that of its directory.
+// imageOf returns the ID of the image of a container in a checkpoint. name is that of its
+// directory.
 func imageOf(a *archive.Archive, name string) string {
 	for i := range a.Manifest.Containers {
 		if c := &a.Manifest.Containers[i]; a.Manifest.Dir(c) == name {

@@ -248,9 +248,9 @@ func (s *Service) attachTarget(id string, terminal bool) (ContainerTarget, error
 
 // Attach connects a client to a running container's own input and output until the container or ctx
 // ends. terminal must match the container's config. Stdin is ignored if the container was created
-// without stdin, as in containerd and CRI-O. The end of Stdin closes the container's stdin if it was
-// created with StdinOnce and without a terminal; otherwise it ends the session, and the container's
-// stdin stays open.
+// without stdin, as in containerd and CRI-O. The end of Stdin closes the container's stdin if it
+// was created with StdinOnce and without a terminal; otherwise it ends the session, and the
+// container's stdin stays open.
 //
 // Errors: NotFound; FailedPrecondition if the container is not running; InvalidArgument if terminal
 // does not match; Aborted if output is missing.

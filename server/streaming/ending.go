@@ -28,7 +28,8 @@ import (
 type endLimits struct {
 	// silence is the time after which a client is given up that neither sends nor takes data.
 	silence time.Duration
-	// waiting is the number of sessions that may wait for their client. The oldest surplus ones end.
+	// waiting is the number of sessions that may wait for their client. The oldest surplus ones
+	// end.
 	waiting int
 	// farewell is the time in which a session must end after its context: to send its result, and
 	// for its client to take it.

@@ -277,7 +277,8 @@ func TestClientsGetMuch(t *testing.T) {
 }
 
 // Without traffic, and when the server stops, the client of an exec gets the code of a killed
-// command, and the client of an attach gets the reason. Both would take a missing result as success.
+// command, and the client of an attach gets the reason. Both would take a missing result as
+// success.
 func TestServerEndsSessions(t *testing.T) {
 	for protocol, executor := range executors {
 		for reason, idle := range map[string]time.Duration{"no traffic": 100 * time.Millisecond, errStopping.Error(): time.Hour} {

@@ -46,8 +46,8 @@ func pod(ctx context.Context, port int32, client io.ReadWriteCloser) error {
 	return errors.New("connection refused")
 }
 
-// forwardLocally forwards local ports to ports of a pod. It returns their addresses, and the session's
-// end.
+// forwardLocally forwards local ports to ports of a pod. It returns their addresses, and the
+// session's end.
 func forwardLocally(t *testing.T, u *url.URL, ports ...int) (local []string, ended <-chan error) {
 	t.Helper()
 	transport, upgrader, err := clientspdy.RoundTripperFor(&rest.Config{})

@@ -41,8 +41,8 @@ import (
 	"berth/sandbox/stream"
 )
 
-// Runtime runs sessions. Package sandbox documents the contracts. PortForward uses stream only after
-// the port has accepted the connection.
+// Runtime runs sessions. Package sandbox documents the contracts. PortForward uses stream only
+// after the port has accepted the connection.
 type Runtime interface {
 	Exec(ctx context.Context, id string, command stream.Command, s stream.IO) (int32, error)
 	Attach(ctx context.Context, id string, terminal bool, s stream.IO) error

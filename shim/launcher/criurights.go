@@ -13,9 +13,9 @@ import (
 	"berth/internal/failpoint"
 )
 
-// restoringRights are the capabilities that CRIU uses for a restore, beside those that the container
-// has. They were found by trying with containers without capabilities; CAP_SYS_RESOURCE is what
-// CRIU asks for, and the last five are for files and processes of other users than root.
+// restoringRights are the capabilities that CRIU uses for a restore, beside those that the
+// container has. They were found by trying with containers without capabilities; CAP_SYS_RESOURCE
+// is what CRIU asks for, and the last five are for files and processes of other users than root.
 var restoringRights = []capability.Cap{
 	capability.CAP_SYS_ADMIN,    // mounts, namespaces, process IDs
 	capability.CAP_SYS_PTRACE,   // the restored processes

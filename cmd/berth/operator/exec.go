@@ -115,8 +115,8 @@ func (e *execution) run(cmd *cobra.Command, args []string, c *client.Client) err
 	return sessionStatus(ctx, "exec in container "+client.ContainerName(container), err)
 }
 
-// Errors of libcontainer, runc, crun and runsc about the program itself or its directory. CRI has no
-// codes for them. As in podman and docker, a missing directory counts as a missing program.
+// Errors of libcontainer, runc, crun and runsc about the program itself or its directory. CRI has
+// no codes for them. As in podman and docker, a missing directory counts as a missing program.
 var (
 	notFound = regexp.MustCompile(`(?i)executable file .*not found|error finding executable |` +
 		`(exec: "|open executable|chdir |failed to load ).*: (no such file or directory|not a directory)`)

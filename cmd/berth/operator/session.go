@@ -110,8 +110,8 @@ func (s *session) stream(ctx context.Context, offer func(context.Context) (strin
 	return err
 }
 
-// resultUpgrader notes whether a session's result arrives: its error stream has data. From version 4
-// of the protocol, success has, too.
+// resultUpgrader notes whether a session's result arrives: its error stream has data. From version
+// 4 of the protocol, success has, too.
 type resultUpgrader struct {
 	spdy.Upgrader
 	arrived atomic.Bool

@@ -34,8 +34,8 @@ func (f *files) makeVolumes() error {
 
 func (f *files) volumeDir(volume string) string { return filepath.Join(f.dir, "volumes", volume) }
 
-// makeEmptyDir creates the volume's directory with mode 0777. With an fsGroup that group owns it, and
-// new files inherit the group (kubelet's SetVolumeOwnership).
+// makeEmptyDir creates the volume's directory with mode 0777. With an fsGroup that group owns it,
+// and new files inherit the group (kubelet's SetVolumeOwnership).
 func (f *files) makeEmptyDir(v *corev1.Volume) error {
 	dir := f.volumeDir(v.Name)
 	if err := os.MkdirAll(dir, 0o700); err != nil {

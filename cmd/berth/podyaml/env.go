@@ -98,7 +98,8 @@ func (p *Plan) fromObject(from *corev1.EnvFromSource) (map[string][]byte, error)
 	return data, nil
 }
 
-// fromKey returns one value of a ConfigMap or Secret, or false if it is optional and does not exist.
+// fromKey returns one value of a ConfigMap or Secret, or false if it is optional and does not
+// exist.
 func (p *Plan) fromKey(from *corev1.EnvVarSource) (text string, set bool, err error) {
 	var kind, name, key string
 	var optional *bool

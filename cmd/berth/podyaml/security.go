@@ -9,7 +9,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// MaskedPaths and ReadonlyPaths are masked or read-only in a container (kubelet's pkg/securitycontext/util.go).
+// MaskedPaths and ReadonlyPaths are masked or read-only in a container (kubelet's
+// pkg/securitycontext/util.go).
 var (
 	MaskedPaths = []string{
 		"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",

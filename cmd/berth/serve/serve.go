@@ -313,8 +313,8 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 	return network, nil
 }
 
-// retireOwnNetwork removes what an earlier configuration's built-in network has left on the node, as
-// soon as no pod uses it. It returns the function to call after each run of a plugin.
+// retireOwnNetwork removes what an earlier configuration's built-in network has left on the node,
+// as soon as no pod uses it. It returns the function to call after each run of a plugin.
 func (a *assembly) retireOwnNetwork() (ran func(plugin, verb string, took time.Duration, err error)) {
 	released := make(chan struct{}, 1)
 	released <- struct{}{} // the last pod may have ended before this start

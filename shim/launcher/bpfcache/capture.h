@@ -1,6 +1,6 @@
 // Wrappers of the libseccomp functions that return or install a program (the linker's --wrap).
-// While they capture, these functions keep the program and fail with ECANCELED. One thread at a time
-// may make a filter then.
+// While they capture, these functions keep the program and fail with ECANCELED. One thread at a
+// time may make a filter then.
 #ifndef BERTH_BPFCACHE_CAPTURE_H
 #define BERTH_BPFCACHE_CAPTURE_H
 

@@ -29,8 +29,8 @@ const (
 	anonPrivate  = 1 << 9
 	areaVVAR     = 1 << 12
 	areaGuard    = 1 << 16
-	// regular, stack, vsyscall, vDSO, heap, four kinds of files and memory, VVAR, ring of AIO, memfd,
-	// shadow stack, guard. Not: System V memory, sockets, uprobes.
+	// regular, stack, vsyscall, vDSO, heap, four kinds of files and memory, VVAR, ring of AIO,
+	// memfd, shadow stack, guard. Not: System V memory, sockets, uprobes.
 	knownStatus = areaRegular | 1<<1 | areaVsyscall | areaVDSO | 1<<5 | 1<<6 | 1<<7 | 1<<8 | anonPrivate | areaVVAR |
 		1<<13 | 1<<14 | 1<<15 | areaGuard
 )

@@ -8,8 +8,8 @@ import (
 )
 
 // Mounts: below the daemon's directories the host has the daemon's own mounts, and each running
-// pod's tmpfs and pinned namespaces. Each exists once. Volumes of pods of "berth run" may be mounts,
-// too. The host has no others there. Launchers mount in their own mount namespaces.
+// pod's tmpfs and pinned namespaces. Each exists once. Volumes of pods of "berth run" may be
+// mounts, too. The host has no others there. Launchers mount in their own mount namespaces.
 
 func compareMounts(f *facts, d *finder) {
 	expected, allowed := f.expectedMounts()
@@ -75,8 +75,8 @@ func (f *facts) isOurs(point string) bool {
 	return f.isPin(point)
 }
 
-// isVolume reports whether a mount is a volume, or a part of one, of an existing pod of "berth run", which has its
-// files below root.
+// isVolume reports whether a mount is a volume, or a part of one, of an existing pod of "berth
+// run", which has its files below root.
 func (f *facts) isVolume(point string) bool {
 	below, ok := strings.CutPrefix(point, filepath.Join(f.realPath(f.node.Root), config.RunDir)+"/")
 	if !ok {

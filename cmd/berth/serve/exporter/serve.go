@@ -135,7 +135,8 @@ func (e *Exporter) metricsHandler() *http.ServeMux {
 	return mux
 }
 
-// debugHandler also serves all groups of metrics, and Go's profiles. Symbols need no handler, because the profiles have them.
+// debugHandler also serves all groups of metrics, and Go's profiles. Symbols need no handler,
+// because the profiles have them.
 func (e *Exporter) debugHandler() http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", e.metricsPage(true))
