@@ -1,10 +1,10 @@
 package node
 
 import (
+	"berth/cmd/berth/hostlocal"
 	"berth/cni"
 	"berth/cni/berthnet"
 	"berth/cni/berthnet/conf"
-	"berth/cni/hostlocal"
 )
 
 // Readers returns readers for the plugins whose state on the node berth can inspect.
