@@ -55,9 +55,6 @@ const (
 	maxViewAge = time.Second
 	// refreshPatience bounds the wait of Status for a reload and the plugins' answers.
 	refreshPatience = time.Second
-	// maxObstaclesAge is how long the result of a search for obstacles is used. It is long because
-	// a firewall may have many rules.
-	maxObstaclesAge = time.Minute
 	// wholeGate is the gate's weight for GC. It exceeds any number of operations.
 	wholeGate = math.MaxInt64
 )
@@ -109,7 +106,7 @@ type Network struct {
 	leave context.CancelFunc
 
 	stop context.CancelFunc
-	done sync.WaitGroup // the owner goroutine, its STATUS rounds and searches
+	done sync.WaitGroup // the owner goroutine and its STATUS rounds
 }
 
 // New opens a network. It first waits some seconds for plugins of an earlier daemon with the same
@@ -295,7 +292,6 @@ type Info struct {
 	Plugins    []string  `json:"plugins,omitempty"`    // their types, in chain order
 	Skipped    []Skipped `json:"skipped,omitempty"`    // invalid files before it
 	Error      string    `json:"error,omitempty"`      // the reason why the network is not ready
-	Obstacles  []string  `json:"obstacles,omitempty"`  // problems that do not prevent readiness, with their fixes
 	At         time.Time `json:"at"`                   // when the configuration was last read
 }
 
@@ -314,9 +310,6 @@ func (n *Network) Info() Info {
 	}
 	if v.net != nil {
 		info.File, info.Network, info.CNIVersion = v.net.file, v.net.list.Name, v.net.list.CNIVersion
-		for _, o := range v.obstacles {
-			info.Obstacles = append(info.Obstacles, o.Problem+": "+o.Fix)
-		}
 		for _, p := range v.net.list.Plugins {
 			info.Plugins = append(info.Plugins, p.Network.Type)
 		}

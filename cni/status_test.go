@@ -332,3 +332,30 @@ func (s *safeText) String() string {
 	defer s.mu.Unlock()
 	return s.text.String()
 }
+
+// builtInList is a network of the plugin built-in.
+const builtInList = `{"cniVersion":"1.1.0","name":"pods","plugins":[{"type":"built-in","subnets":["10.99.0.0/24"],"capabilities":{"ipRanges":true}}]}`
+
+// Ranges may change while STATUS runs.
+func TestStatusGetsRanges(t *testing.T) {
+	b := newBed(t)
+	b.plugin("built-in", `[ -e $record/go ] || { touch $record/asked; while [ ! -e $record/go ]; do sleep 0.01; done; }
+grep -q 10.1.2.0/24 $record/built-in.STATUS.stdin || { echo '{"code":50,"msg":"the subnet overlaps"}'; exit 1; }`)
+	b.writeConf("1.conflist", builtInList)
+	n := b.start()
+	testutil.Eventually(t, "STATUS is asked", func() bool { _, err := os.Stat(b.record + "/asked"); return err == nil })
+	ranges, err := ParsePodCIDRs("10.1.2.0/24")
+	testutil.Must(t, err)
+	n.SetIPRanges(ranges)
+	testutil.Must(t, os.WriteFile(b.record+"/go", nil, 0o600))
+	b.ready(true)
+	if seen := b.saw("built-in.STATUS.stdin"); !strings.Contains(seen, `"runtimeConfig":{"ipRanges":[[{"subnet":"10.1.2.0/24"}]]}`) {
+		t.Errorf("STATUS saw %s", seen)
+	}
+	testutil.Must(t, n.AskStatus(t.Context()))
+	n.SetIPRanges(nil)
+	testutil.Eventually(t, "the plugin's error", func() bool {
+		err := n.Status(context.Background())
+		return errdefs.Code(err) == codes.Unavailable && strings.Contains(err.Error(), "the subnet overlaps")
+	})
+}

@@ -6,7 +6,6 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -119,33 +118,6 @@ func TestBuiltInNetworkNotReady(t *testing.T) {
 	says("192.0.2.1/24 of interface other0")
 	setCIDR("10.200.3.0/24")
 	waitNetworkReady(t, d, true)
-}
-
-// Verbose Status and the log name a firewall that drops unknown traffic. The node stays ready.
-func TestBuiltInNetworkNamesFirewalls(t *testing.T) {
-	conn, err := nftables.New()
-	harness.Must(t, err)
-	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyINet, Name: "strict"})
-	drop := nftables.ChainPolicyDrop
-	conn.AddChain(&nftables.Chain{Table: table, Name: "forward", Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter, Policy: &drop})
-	harness.Must(t, conn.Flush())
-	t.Cleanup(func() {
-		conn.DelTable(table)
-		harness.Must(t, conn.Flush())
-	})
-	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
-	waitNetworkReady(t, d, true)
-	harness.Eventually(t, "verbose Status names the firewall", func() error { // berth checks for firewalls after the first STATUS
-		status := harness.Get(d.Cri.Status(t.Context(), true))(t)
-		var info struct{ Obstacles []string }
-		harness.Must(t, json.Unmarshal([]byte(status.Info["network"]), &info))
-		if len(info.Obstacles) != 1 || !strings.Contains(info.Obstacles[0], "inet strict forward") {
-			return harness.Unexpected("obstacles", info.Obstacles, "inet strict forward")
-		}
-		return nil
-	})
-	log := harness.Get(os.ReadFile(d.LogFile()))(t)
-	harness.Equal(t, "warnings in the log", strings.Count(string(log), "inet strict forward"), 1)
 }
 
 // Pods keep addresses and host ports while the daemon is restarted or killed. The next daemon

@@ -19,18 +19,6 @@ func Readers() cni.Readers {
 // stay small.
 type reader struct{}
 
-func (reader) Obstacles(data []byte) (all []cni.Obstacle, err error) {
-	n, err := conf.Parse(data)
-	if err != nil {
-		return nil, nil
-	}
-	found, err := berthnet.Obstacles(n)
-	for _, o := range found {
-		all = append(all, cni.Obstacle(o))
-	}
-	return all, err
-}
-
 func (reader) Reservations(data []byte) (all []cni.Reservation, err error) {
 	n, err := conf.Parse(data)
 	if err != nil {
