@@ -1,9 +1,9 @@
 // Package berthnet implements berth's built-in network, a CNI plugin. It sets up a bridge,
-// addresses, masquerading, host ports and isolation, for IPv4, IPv6 or both.
+// addresses, masquerading, host ports and bandwidth limits, for IPv4, IPv6 or both.
 //
 // # Contract
 //
-// The plugin replaces bridge, host-local, portmap and firewall. It uses netlink and nftables and
+// The plugin replaces bridge, host-local, portmap and bandwidth. It uses netlink and nftables and
 // executes no program. It implements CNI 1.1.0 (ADD, DEL, CHECK, STATUS, GC, VERSION) for
 // configurations from 0.3.0 on. The daemon calls Exec; other runtimes execute a program that calls
 // Main. Both may run at the same time.

@@ -150,9 +150,7 @@ func (a *attachment) restore(ctx context.Context) (written bool, err error) {
 // rules returns the wanted rules. They contain all subnets of the bridge, because older pods may
 // have addresses of an earlier configuration.
 func (a *attachment) rules(b *links.Bridge) rules.Network {
-	n := rules.Network{Key: a.Key(), Name: a.Name, Bridge: b.Name, Masquerade: a.Masquerades(),
-		NoMasquerade: a.NoMasquerade, IsolatePods: a.Isolates(conf.IsolatePods),
-		IsolateIngress: a.Isolates(conf.IsolateIngress), IsolateNode: a.Isolates(conf.IsolateNode)}
+	n := rules.Network{Key: a.Key(), Bridge: b.Name, Masquerade: a.Masquerades(), NoMasquerade: a.NoMasquerade}
 	for _, p := range b.Prefixes {
 		n.Subnets = append(n.Subnets, p.Masked())
 	}

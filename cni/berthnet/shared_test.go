@@ -20,6 +20,7 @@ import (
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/links"
@@ -223,7 +224,7 @@ func TestFlushedTableIsRestored(t *testing.T) {
 }
 
 // A table of an earlier version, whose marker has no rule, is rewritten once, without closing host
-// ports.
+// ports. A chain that only the earlier version had is deleted.
 func TestMarkerWithoutRule(t *testing.T) {
 	b := newBed(t, nil)
 	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
@@ -241,6 +242,9 @@ func TestMarkerWithoutRule(t *testing.T) {
 	testutil.Must(t, err)
 	for range 10 {
 		conn.FlushChain(b.marker(conn))
+		isolation := conn.AddChain(&nftables.Chain{Table: b.ownTable(), Name: "forward", Type: nftables.ChainTypeFilter,
+			Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter})
+		conn.AddRule(&nftables.Rule{Table: isolation.Table, Chain: isolation, Exprs: []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}}})
 		testutil.Must(t, conn.Flush())
 		done, fewest := make(chan struct{}), make(chan int)
 		go func() {
@@ -266,6 +270,9 @@ func TestMarkerWithoutRule(t *testing.T) {
 		}
 		if restore() {
 			t.Error("the table is rewritten twice")
+		}
+		if _, err := conn.ListChain(isolation.Table, isolation.Name); err == nil || !strings.Contains(err.Error(), unix.ENOENT.Error()) {
+			t.Errorf("reading the chain of the earlier version: %v", err)
 		}
 	}
 }
@@ -468,29 +475,16 @@ func TestManyHostPortsAreRestored(t *testing.T) {
 	}
 }
 
-// Redirections by other programs, such as kube-proxy's node ports, do not bypass isolation, and
-// keep clients' addresses.
+// Redirections by other programs, such as kube-proxy's node ports, keep clients' addresses.
 func TestOthersRedirections(t *testing.T) {
 	newWorld(t)
-	for _, isolated := range []bool{false, true} {
-		kinds := []string{}
-		if isolated {
-			kinds = []string{"ingress"}
-		}
-		b := newBed(t, map[string]any{"isolation": kinds})
-		pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
-		answering(t, pod.netns, "tcp", 80)
-		redirect(t, 30080, pod.ip(false), 80)
-		want := world4
-		if isolated {
-			want = ""
-		}
-		conversation{"world to node port", worldNS, "tcp4", "30080", node4, want}.check(t)
-		conversation{"world to host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
-		testutil.Must(t, pod.del())
-		testutil.Must(t, links.Cut(pod.id, "eth0", true))
-		flushRuleset(t)
-	}
+	b := newBed(t, nil)
+	pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
+	answering(t, pod.netns, "tcp", 80)
+	redirect(t, 30080, pod.ip(false), 80)
+	defer flushRuleset(t)
+	conversation{"world to node port", worldNS, "tcp4", "30080", node4, world4}.check(t)
+	conversation{"world to host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
 }
 
 // redirect adds another program's rule that redirects a port of the node.

@@ -211,7 +211,7 @@ func TestStatusWithoutRules(t *testing.T) {
 
 func TestTryRules(t *testing.T) {
 	b := newBed(t, nil)
-	n := rules.Network{Key: b.key(), Name: "test", Bridge: "bn0", Masquerade: true, IsolatePods: true, IsolateIngress: true, IsolateNode: true,
+	n := rules.Network{Key: b.key(), Bridge: "bn0", Masquerade: true,
 		Subnets: []netip.Prefix{netip.MustParsePrefix(subnet4), netip.MustParsePrefix(subnet6)}}
 	testutil.Must(t, rules.Try(n))
 	if networks, err := b.plugin.filter.Networks(); err != nil || len(networks) != 0 {

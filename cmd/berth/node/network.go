@@ -76,9 +76,6 @@ func ownNetworkList(cfg *config.Config) ([]byte, error) {
 	if len(cfg.NetworkNoMasquerade) > 0 {
 		plugin["noMasquerade"] = cfg.NetworkNoMasquerade
 	}
-	if len(cfg.NetworkIsolation) > 0 {
-		plugin["isolation"] = cfg.NetworkIsolation
-	}
 	if len(cfg.NetworkRoutes) > 0 {
 		var routes []map[string]string
 		for _, dst := range cfg.NetworkRoutes {

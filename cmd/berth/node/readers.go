@@ -20,7 +20,7 @@ func Readers() cni.Readers {
 type reader struct{}
 
 func (reader) Reservations(data []byte) (all []cni.Reservation, err error) {
-	n, err := conf.Parse(data)
+	n, err := conf.ParseNames(data)
 	if err != nil {
 		return nil, nil
 	}
@@ -34,7 +34,7 @@ func (reader) Reservations(data []byte) (all []cni.Reservation, err error) {
 }
 
 func (reader) Objects(data []byte) (all []cni.Object, err error) {
-	n, err := conf.Parse(data)
+	n, err := conf.ParseNames(data)
 	if err != nil {
 		return nil, nil
 	}

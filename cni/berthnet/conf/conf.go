@@ -13,6 +13,7 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"math"
 	"net/netip"
 	"path/filepath"
@@ -42,12 +43,10 @@ const (
 // CapabilityRanges is the capability for ranges of addresses.
 const CapabilityRanges = "ipRanges"
 
-// Kinds of isolation.
-const (
-	IsolatePods    = "pods"    // pods of the network cannot reach each other or each other's host ports
-	IsolateIngress = "ingress" // from other nodes only host ports of pods are reachable
-	IsolateNode    = "node"    // pods cannot reach the node's own addresses, except by ICMP
-)
+// removed are keys that Parse refuses, and what to do instead. Earlier versions had them.
+var removed = map[string]string{
+	"isolation": "remove it, and block traffic by nftables rules of your own or by a network plugin with NetworkPolicy",
+}
 
 // Net is the configuration of a network with the runtime's arguments for one attachment.
 type Net struct {
@@ -64,9 +63,8 @@ type Net struct {
 	// let the bridge send a packet back through its port; default true
 	Hairpin *bool `json:"hairpin,omitempty"`
 	// restrict pods to their own source addresses; default true
-	CheckSource *bool    `json:"checkSource,omitempty"`
-	Isolation   []string `json:"isolation,omitempty"` // kinds of isolation, see the constants
-	DataDir     string   `json:"dataDir,omitempty"`   // of addresses, with a subdirectory per network
+	CheckSource *bool  `json:"checkSource,omitempty"`
+	DataDir     string `json:"dataDir,omitempty"` // of addresses, with a subdirectory per network
 
 	Runtime struct {
 		PortMappings []PortMapping `json:"portMappings,omitempty"`
@@ -132,12 +130,28 @@ func Parse(data []byte) (*Net, error) {
 	if err := json.Unmarshal(data, n); err != nil {
 		return nil, types.NewError(types.ErrDecodingFailure, "configuration of berth-net cannot be decoded", err.Error())
 	}
-	for _, step := range []func() error{n.names, n.numbers, n.routes, n.isolation, n.ranges, n.ports} {
+	refuse := func() error { return refuseRemoved(data) }
+	for _, step := range []func() error{refuse, n.names, n.numbers, n.routes, n.ranges, n.ports} {
 		if err := step(); err != nil {
 			return nil, types.NewError(types.ErrInvalidNetworkConfig, "invalid configuration of berth-net", err.Error())
 		}
 	}
 	return n, nil
+}
+
+func refuseRemoved(data []byte) error {
+	var keys map[string]json.RawMessage
+	if err := json.Unmarshal(data, &keys); err != nil {
+		return err
+	}
+	for _, key := range slices.Sorted(maps.Keys(removed)) {
+		for stated := range keys {
+			if strings.EqualFold(stated, key) { // as package json compares them
+				return fmt.Errorf("%s is no longer a key: %s", stated, removed[key])
+			}
+		}
+	}
+	return nil
 }
 
 // ParseNames decodes only the names and directories, for DEL. ADD creates nothing with a
@@ -249,18 +263,6 @@ func (n *Net) routes() error {
 	}
 	return nil
 }
-
-func (n *Net) isolation() error {
-	for _, kind := range n.Isolation {
-		if kind != IsolatePods && kind != IsolateIngress && kind != IsolateNode {
-			return fmt.Errorf("isolation: %q is neither %q, %q nor %q", kind, IsolatePods, IsolateIngress, IsolateNode)
-		}
-	}
-	return nil
-}
-
-// Isolates reports whether a kind of isolation is configured.
-func (n *Net) Isolates(kind string) bool { return slices.Contains(n.Isolation, kind) }
 
 // Masquerades returns Masquerade or its default.
 func (n *Net) Masquerades() bool { return n.Masquerade == nil || *n.Masquerade }

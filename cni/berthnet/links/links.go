@@ -65,7 +65,6 @@ type Attachment struct {
 	Bridge      *Bridge
 	MTU         int
 	Hairpin     bool           // the bridge may send a packet back through the port that received it
-	Isolated    bool           // no packets between this port and other isolated ones
 	CheckSource bool           // the pod can send only from its own addresses
 	Ingress     Limit          // of traffic to the pod
 	Egress      Limit          // of traffic from the pod
@@ -176,7 +175,7 @@ func (a *Attachment) setUpPort(index int, macs Plugged) error {
 	}
 	host.add("set up port", unix.RTM_NEWLINK, 0, up(index),
 		nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(alias(a.Network, a.ContainerID, a.IfName))), withoutAddresses(),
-		portOptions(map[int]bool{nl.IFLA_BRPORT_MODE: a.Hairpin, nl.IFLA_BRPORT_ISOLATED: a.Isolated}))
+		hairpin(a.Hairpin))
 	failpoint.Reach("net.set-up-port")
 	err := host.do()
 	failpoint.Reach("net.port-set-up")
@@ -361,18 +360,15 @@ func withoutAddresses() *nl.RtAttr {
 
 const addrGenNone = 1 // IN6_ADDR_GEN_MODE_NONE
 
-// portOptions encodes options of a bridge's port.
-func portOptions(options map[int]bool) *nl.RtAttr {
+// hairpin encodes whether a bridge's port may send a packet back.
+func hairpin(on bool) *nl.RtAttr {
+	value := []byte{0}
+	if on {
+		value[0] = 1
+	}
 	info := nl.NewRtAttr(unix.IFLA_LINKINFO, nil)
 	info.AddRtAttr(unix.IFLA_INFO_SLAVE_KIND, []byte("bridge"))
-	data := info.AddRtAttr(unix.IFLA_INFO_SLAVE_DATA, nil)
-	for option, on := range options {
-		value := []byte{0}
-		if on {
-			value[0] = 1
-		}
-		data.AddRtAttr(option, value)
-	}
+	info.AddRtAttr(unix.IFLA_INFO_SLAVE_DATA, nil).AddRtAttr(nl.IFLA_BRPORT_MODE, value)
 	return info
 }
 
