@@ -144,7 +144,7 @@ func (a *attachment) describe(b *links.Bridge, kept addresses.Reservation) links
 		mtu = b.MTU
 	}
 	return links.Attachment{ContainerID: a.id, IfName: a.ifName, NetNS: a.netns, Network: a.Key(), Bridge: b, MTU: mtu,
-		Hairpin: a.Hairpins(), CheckSource: a.ChecksSource(),
+		Hairpin: a.Hairpins(),
 		Ingress: limit(a.Runtime.Bandwidth.IngressRate, a.Runtime.Bandwidth.IngressBurst),
 		Egress:  limit(a.Runtime.Bandwidth.EgressRate, a.Runtime.Bandwidth.EgressBurst),
 		IPs:     a.prefixes(kept), Routes: a.podRoutes()}

@@ -70,9 +70,6 @@ type Plugin struct {
 
 	lockPatience time.Duration // of the stores; 0: their default
 
-	checksSource   atomic.Bool  // a trial has shown that the kernel supports it
-	tryCheckSource func() error // nil: links.CanCheckSource
-
 	filters   atomic.Bool               // a trial or installed rules have shown that the kernel supports them
 	tryFilter func(rules.Network) error // nil: rules.Try
 }

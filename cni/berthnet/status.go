@@ -53,16 +53,6 @@ func (p *Plugin) checkAdd(a *attachment) error {
 	if err := p.canFilter(a); err != nil {
 		return err
 	}
-	if a.ChecksSource() && !p.checksSource.Load() {
-		try := p.tryCheckSource
-		if try == nil {
-			try = links.CanCheckSource
-		}
-		if err := try(); err != nil {
-			return err
-		}
-		p.checksSource.Store(true)
-	}
 	return links.CheckBridge(a.description(), p.overlaps.Check)
 }
 

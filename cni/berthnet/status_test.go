@@ -147,22 +147,6 @@ func TestStatusCachesOverlap(t *testing.T) {
 	testutil.Must(t, b.status(nil))
 }
 
-// STATUS detects a kernel without classifiers before the first pod.
-func TestStatusWithoutClassifier(t *testing.T) {
-	b := newBed(t, nil)
-	b.plugin.tryCheckSource = func() error { return unix.ENOENT }
-	if err := b.status(nil); codeOf(err) != types.ErrPluginNotAvailable || !strings.Contains(err.Error(), unix.ENOENT.Error()) {
-		t.Errorf("STATUS: %v", err)
-	}
-	if err := b.status(map[string]any{"checkSource": false}); err != nil {
-		t.Errorf("STATUS without checkSource: %v", err)
-	}
-	b.plugin.tryCheckSource = nil // the module was loaded meanwhile
-	if err := b.status(nil); err != nil {
-		t.Errorf("STATUS with the classifier: %v", err)
-	}
-}
-
 // STATUS tries the rules before the first pod, until a trial succeeds.
 func TestStatusWithoutRules(t *testing.T) {
 	b := newBed(t, nil)

@@ -133,7 +133,6 @@ type Config struct {
 	NetworkRoutes       []string `key:"network.routes" old:"network_routes" doc:"Built-in network: destinations that pods can reach, such as 10.0.0.0/8. Empty: all."`
 	NetworkMasquerade   bool     `key:"network.masquerade" old:"network_masquerade" default:"true" doc:"Built-in network: whether pods appear outside with the node's address."`
 	NetworkNoMasquerade []string `key:"network.no_masquerade" old:"network_no_masquerade" doc:"Built-in network: networks that see the pods' own addresses despite masquerading, such as pod networks of other nodes."`
-	NetworkCheckSource  bool     `key:"network.check_source" old:"network_check_source" default:"true" doc:"Built-in network: whether pods can send only with their own IP and hardware addresses, even to pods on the same bridge. It needs the kernel's bpf classifier (CONFIG_NET_CLS_BPF)."`
 	NetNSDir            string   `key:"network.netns_dir" old:"netns_dir" default:"/run/netns" path:"abs" doc:"Directory of pinned network namespaces of pods, named berth-<pod ID>. The ip tool lists those in /run/netns."`
 
 	CNIConfDir  string   `key:"cni.conf_dir" old:"cni_conf_dir" flag:"cni-conf-dir" default:"/etc/cni/net.d" path:"abs" reload:"true" doc:"Directory of CNI network configurations. The first valid file in lexical order is used. Changes take effect without a restart."`

@@ -181,11 +181,17 @@ func (f *file) refuse(key string, format string, args ...any) {
 var removed = map[string]string{
 	"checkpoint.restore_foreign": "remove it. Checkpoints of other nodes are restored if they have the same checkpoint.key; " +
 		"see checkpoint.restore",
-	"network.isolation": noIsolation,
-	"network_isolation": noIsolation,
+	"network.check_source": noCheckOfSources,
+	"network_check_source": noCheckOfSources,
+	"network.isolation":    noIsolation,
+	"network_isolation":    noIsolation,
 }
 
-const noIsolation = "remove it. Block traffic by nftables rules of your own, or use a network plugin with NetworkPolicy"
+const (
+	noCheckOfSources = "remove it. Drop the capability NET_RAW from pods, or use a network plugin that checks their " +
+		"source addresses"
+	noIsolation = "remove it. Block traffic by nftables rules of your own, or use a network plugin with NetworkPolicy"
+)
 
 // table sets the options in a table of the file. prefix is the table's key with a dot, or empty.
 func (f *file) table(values map[string]any, prefix string) {

@@ -66,7 +66,6 @@ func ownNetworkList(cfg *config.Config) ([]byte, error) {
 		"bridge":       cfg.NetworkBridge,
 		"subnets":      subnets(cfg.NetworkSubnets),
 		"masquerade":   cfg.NetworkMasquerade,
-		"checkSource":  cfg.NetworkCheckSource,
 		"dataDir":      filepath.Join(cfg.Root, AddressDir),
 		"capabilities": map[string]bool{"portMappings": true, "ipRanges": true, "bandwidth": true, "preferredIPs": true},
 	}

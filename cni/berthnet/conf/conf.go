@@ -45,7 +45,8 @@ const CapabilityRanges = "ipRanges"
 
 // removed are keys that Parse refuses, and what to do instead. Earlier versions had them.
 var removed = map[string]string{
-	"isolation": "remove it, and block traffic by nftables rules of your own or by a network plugin with NetworkPolicy",
+	"checkSource": "remove it, and drop NET_RAW from pods, or use a network plugin that checks source addresses",
+	"isolation":   "remove it, and block traffic by nftables rules of your own or by a network plugin with NetworkPolicy",
 }
 
 // Net is the configuration of a network with the runtime's arguments for one attachment.
@@ -61,10 +62,8 @@ type Net struct {
 	Masquerade   *bool          `json:"masquerade,omitempty"`
 	NoMasquerade []netip.Prefix `json:"noMasquerade,omitempty"` // destinations without masquerading
 	// let the bridge send a packet back through its port; default true
-	Hairpin *bool `json:"hairpin,omitempty"`
-	// restrict pods to their own source addresses; default true
-	CheckSource *bool  `json:"checkSource,omitempty"`
-	DataDir     string `json:"dataDir,omitempty"` // of addresses, with a subdirectory per network
+	Hairpin *bool  `json:"hairpin,omitempty"`
+	DataDir string `json:"dataDir,omitempty"` // of addresses, with a subdirectory per network
 
 	Runtime struct {
 		PortMappings []PortMapping `json:"portMappings,omitempty"`
@@ -269,9 +268,6 @@ func (n *Net) Masquerades() bool { return n.Masquerade == nil || *n.Masquerade }
 
 // Hairpins returns Hairpin or its default.
 func (n *Net) Hairpins() bool { return n.Hairpin == nil || *n.Hairpin }
-
-// ChecksSource returns CheckSource or its default.
-func (n *Net) ChecksSource() bool { return n.CheckSource == nil || *n.CheckSource }
 
 // Dir returns the directory of the network's addresses.
 func (n *Net) Dir() string { return filepath.Join(n.DataDir, n.Name) }

@@ -98,6 +98,7 @@ func TestInvalidConfigurationIsRefused(t *testing.T) {
 		`, "mtu": -1`:                                 "mtu: -1",
 		`, "dataDir": "relative"`:                     "not an absolute path",
 		`, "isolation": ["pods"]`:                     `isolation is no longer a key: remove it, and`,
+		`, "checkSource": false`:                      `checkSource is no longer a key: remove it, and`,
 		`, "Isolation": []`:                           `Isolation is no longer a key`,
 		`, "routes": [{}]`:                            "no destination",
 		`, "subnets": ["10.0.0.0/31"]`:                "no room",

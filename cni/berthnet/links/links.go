@@ -65,18 +65,10 @@ type Attachment struct {
 	Bridge      *Bridge
 	MTU         int
 	Hairpin     bool           // the bridge may send a packet back through the port that received it
-	CheckSource bool           // the pod can send only from its own addresses
 	Ingress     Limit          // of traffic to the pod
 	Egress      Limit          // of traffic from the pod
 	IPs         []netip.Prefix // one or two
 	Routes      []Route
-}
-
-func (a *Attachment) addresses() (all []netip.Addr) {
-	for _, ip := range a.IPs {
-		all = append(all, ip.Addr())
-	}
-	return all
 }
 
 // Route is a pod's route through the bridge.
@@ -164,13 +156,13 @@ func (a *Attachment) makePair(ns *os.File, macs Plugged) error {
 	if index == 0 {
 		return fmt.Errorf("veth %s was deleted meanwhile", port)
 	}
-	return a.setUpPort(index, macs)
+	return a.setUpPort(index)
 }
 
-// setUpPort sets up the port. Source checks and traffic limits come first.
-func (a *Attachment) setUpPort(index int, macs Plugged) error {
+// setUpPort sets up the port. Traffic limits come first.
+func (a *Attachment) setUpPort(index int) error {
 	var host batch
-	if err := a.control(&host, index, macs); err != nil {
+	if err := a.limitTraffic(&host, index); err != nil {
 		return err
 	}
 	host.add("set up port", unix.RTM_NEWLINK, 0, up(index),
