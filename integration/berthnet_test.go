@@ -142,7 +142,7 @@ func TestBuiltInNetworkSurvivesDaemonRestart(t *testing.T) {
 }
 
 // A flush of all packet filter rules, as by a reload of nftables.service, closes host ports only
-// briefly.
+// until kubelet asks for the status.
 func TestBuiltInNetworkOutlivesFlush(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
@@ -154,6 +154,7 @@ func TestBuiltInNetworkOutlivesFlush(t *testing.T) {
 	harness.Must(t, conn.Flush())
 	client := http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}} // each request needs a new connection
 	harness.Eventually(t, "the host port is open again", func() error {
+		harness.Get(d.Cri.Status(t.Context(), false))(t)
 		answer, err := client.Get("http://127.0.0.1:18080/")
 		if err != nil {
 			return err

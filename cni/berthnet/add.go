@@ -42,7 +42,6 @@ func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.
 	if err != nil {
 		return nil, err
 	}
-	p.seen.Store(a.Key(), a.Net)
 	if err := links.SetUp(a.describe(bridge, kept)); err != nil {
 		return nil, err
 	}

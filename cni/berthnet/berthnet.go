@@ -23,8 +23,7 @@
 // The bridge and the rules for all pods belong to the node. ADD creates them when they are missing.
 // Only Retire and Uninstall remove them. A flush of the whole packet filter deletes the rules; each
 // reload of nftables.service flushes it. ADD and STATUS write the rules again, with the host ports
-// of all pods from the notes of the reservations. The kernel notifies the daemon (Watch), which
-// also writes them again.
+// of all pods from the notes of the reservations.
 //
 // GC releases the reservations, bridge ports and rules of attachments that are not valid.
 //
@@ -36,7 +35,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -61,7 +59,6 @@ type Plugin struct {
 	Log     *slog.Logger // for failures in the background; nil: discarded
 
 	filter rules.Filter
-	seen   sync.Map // configurations of ADD and STATUS for Watch: *conf.Net by key
 
 	leaving     leaving
 	leavingTime time.Duration // 0: the constant

@@ -8,7 +8,6 @@ import (
 
 	"github.com/containernetworking/cni/pkg/types"
 
-	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/links"
 	"berth/cni/berthnet/rules"
 	"berth/internal/lockfile"
@@ -155,28 +154,4 @@ func (a *attachment) rules(b *links.Bridge) rules.Network {
 		n.Subnets = append(n.Subnets, p.Masked())
 	}
 	return n
-}
-
-// Watch restores rules that other programs delete, until ctx ends. It watches the networks of
-// earlier ADD and STATUS calls. It returns an error if the kernel cannot notify it.
-func (p *Plugin) Watch(ctx context.Context) error {
-	said := map[string]string{} // last error by network, so that a persistent error is logged once
-	return rules.Watch(ctx, func() error {
-		var errs []error
-		for key, n := range p.seen.Range {
-			written, err := p.of(n.(*conf.Net)).restore(ctx)
-			switch {
-			case err != nil && err.Error() != said[key.(string)]:
-				p.log().Error("restore deleted packet filter rules", "network", key, "error", err)
-				said[key.(string)] = err.Error()
-			case err == nil && written:
-				p.log().Warn("restored deleted packet filter rules", "network", key)
-			}
-			if err == nil {
-				delete(said, key.(string))
-			}
-			errs = append(errs, err)
-		}
-		return errors.Join(errs...)
-	})
 }

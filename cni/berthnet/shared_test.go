@@ -1,15 +1,12 @@
 package berthnet
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"io"
-	"log/slog"
 	"net"
 	"net/netip"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -100,28 +97,7 @@ func flushRuleset(t *testing.T) {
 	testutil.Must(t, conn.Flush())
 }
 
-// rewriteRuleset deletes all rules in one transaction, which also adds rules. before is the number
-// of rules that it adds before the deletion.
-func rewriteRuleset(t *testing.T, before int) {
-	t.Helper()
-	conn, err := nftables.New()
-	testutil.Must(t, err)
-	table := &nftables.Table{Family: nftables.TableFamilyIPv4, Name: "others"}
-	add := func(n int) {
-		conn.AddTable(table)
-		for i := range n {
-			conn.AddChain(&nftables.Chain{Table: table, Name: fmt.Sprintf("chain%d", i)})
-		}
-	}
-	if before > 0 {
-		add(before)
-	}
-	conn.FlushRuleset()
-	add(1)
-	testutil.Must(t, conn.Flush())
-}
-
-// ADD, STATUS and Watch restore deleted rules.
+// ADD and STATUS restore deleted rules.
 func TestFlushedRulesetIsRestored(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)
@@ -151,23 +127,6 @@ func TestFlushedRulesetIsRestored(t *testing.T) {
 		mend()
 		check()
 	}
-
-	ctx, stop := context.WithCancel(context.Background())
-	ended := make(chan error)
-	b.plugin.Log = slog.New(slog.NewTextHandler(t.Output(), nil))
-	go func() { ended <- b.plugin.Watch(ctx) }()
-	for what, flush := range map[string]func(){
-		"nft flush ruleset":                    func() { flushRuleset(t) },
-		"nft -f with a flush, and then others": func() { rewriteRuleset(t, 0) },
-		"nft -f with others before the flush":  func() { rewriteRuleset(t, 3) },
-		"nft -f with many before the flush":    func() { rewriteRuleset(t, 60) },
-	} {
-		flush()
-		testutil.Eventually(t, "the rules are written again after "+what, func() bool { return len(b.openPorts()) == 2 })
-		check()
-	}
-	stop()
-	testutil.Must(t, <-ended)
 }
 
 // ownTable returns the network's table. Tests change it like other programs.
@@ -273,51 +232,6 @@ func TestMarkerWithoutRule(t *testing.T) {
 		}
 		if _, err := conn.ListChain(isolation.Table, isolation.Name); err == nil || !strings.Contains(err.Error(), unix.ENOENT.Error()) {
 			t.Errorf("reading the chain of the earlier version: %v", err)
-		}
-	}
-}
-
-// Watch retries a failed restore.
-func TestWatchRetriesRestore(t *testing.T) {
-	b := newBed(t, nil)
-	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
-	ctx, stop := context.WithCancel(context.Background())
-	ended := make(chan error)
-	log := make(logged, 100)
-	b.plugin.Log = slog.New(slog.NewTextHandler(io.MultiWriter(log, t.Output()), nil))
-	go func() { ended <- b.plugin.Watch(ctx) }()
-	lock := filepath.Join(b.dir, "test", "lock")
-	testutil.Must(t, os.Remove(lock))
-	testutil.Must(t, os.Symlink("elsewhere", lock))
-	flushRuleset(t)
-	log.await(t, "lock addresses")
-	if ports := b.openPorts(); len(ports) != 0 {
-		t.Errorf("open are %v", ports)
-	}
-	testutil.Must(t, os.Remove(lock))
-	testutil.Eventually(t, "the rules are written", func() bool { return len(b.openPorts()) == 2 })
-	stop()
-	testutil.Must(t, <-ended)
-}
-
-// logged is a log whose lines go to a channel.
-type logged chan string
-
-func (l logged) Write(data []byte) (int, error) {
-	l <- string(data)
-	return len(data), nil
-}
-
-func (l logged) await(t *testing.T, what string) {
-	t.Helper()
-	for limit := time.After(patience); ; {
-		select {
-		case line := <-l:
-			if strings.Contains(line, what) {
-				return
-			}
-		case <-limit:
-			t.Fatalf("the log does not contain %q", what)
 		}
 	}
 }

@@ -307,9 +307,6 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 		return nil, err
 	}
 	a.closing.Add("close network", a.shutdown.closer(func() error { network.Close(); return nil }))
-	if isOwn {
-		a.closing.Add("stop watching nftables", whileServing(func(ctx context.Context) { watchOwnNetwork(ctx, own, a.log) }))
-	}
 	return network, nil
 }
 
@@ -344,15 +341,6 @@ func (a *assembly) retireOwnNetwork() (ran func(plugin, verb string, took time.D
 			default: // a release is pending
 			}
 		}
-	}
-}
-
-// watchOwnNetwork restores the rules of the built-in network when other programs delete them, until
-// ctx ends.
-func watchOwnNetwork(ctx context.Context, own *berthnet.Plugin, log *slog.Logger) {
-	if err := own.Watch(ctx); err != nil {
-		log.Warn("cannot watch nftables: deleted rules of the built-in network are restored only by Status calls",
-			"error", err)
 	}
 }
 
