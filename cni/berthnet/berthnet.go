@@ -45,7 +45,6 @@ import (
 
 	"berth/cni/berthnet/addresses"
 	"berth/cni/berthnet/conf"
-	"berth/cni/berthnet/links"
 	"berth/cni/berthnet/rules"
 )
 
@@ -62,8 +61,6 @@ type Plugin struct {
 
 	leaving     leaving
 	leavingTime time.Duration // 0: the constant
-
-	overlaps links.Overlaps // cached by STATUS
 
 	lockPatience time.Duration // of the stores; 0: their default
 

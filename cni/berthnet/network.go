@@ -53,7 +53,6 @@ func (a *attachment) makeNetwork() (*links.Bridge, error) {
 	}
 	bridge, err := links.MakeBridge(d)
 	if err != nil {
-		a.plugin.overlaps.Forget() // otherwise STATUS would use the cached result for a minute
 		return nil, withCode(err)
 	}
 	_, err = a.installFor(bridge)

@@ -56,7 +56,7 @@ func (p *Plugin) checkAdd(a *attachment) error {
 	if err := p.canFilter(a); err != nil {
 		return err
 	}
-	return links.CheckBridge(a.description(), p.overlaps.Check)
+	return links.CheckBridge(a.description())
 }
 
 // canFilter returns why the kernel does not support the network's rules, or nil. It tries them in a

@@ -121,32 +121,6 @@ func TestStatusAllows(t *testing.T) {
 	}
 }
 
-// STATUS caches that no other network uses the addresses. ADD checks each time, and drops the cache
-// when it is refused.
-func TestStatusCachesOverlap(t *testing.T) {
-	newWorld(t)
-	outside, err := netlink.LinkByName("outside")
-	testutil.Must(t, err)
-	b := newBed(t, nil)
-	testutil.Must(t, b.status(nil))
-	_, dst, err := net.ParseCIDR("10.99.0.128/25")
-	testutil.Must(t, err)
-	route := &netlink.Route{LinkIndex: outside.Attrs().Index, Dst: dst}
-	testutil.Must(t, netlink.RouteAdd(route))
-	if err := b.status(nil); err != nil {
-		t.Errorf("STATUS reads all routes again: %v", err)
-	}
-	const why = "route to 10.99.0.128/25"
-	if err := b.pod(nil).add(); err == nil || !strings.Contains(err.Error(), why) {
-		t.Errorf("ADD: %v", err)
-	}
-	if err := b.status(nil); err == nil || !strings.Contains(err.Error(), why) {
-		t.Errorf("STATUS after that: %v", err)
-	}
-	testutil.Must(t, netlink.RouteDel(route))
-	testutil.Must(t, b.status(nil))
-}
-
 // STATUS tries the rules before the first pod, until a trial succeeds.
 func TestStatusWithoutRules(t *testing.T) {
 	b := newBed(t, nil)
