@@ -2,7 +2,6 @@ package cni
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/netip"
 
@@ -70,22 +69,6 @@ func (n *Network) Del(ctx context.Context, att Attachment, pod Pod) error {
 	}
 	pod.NetNS = netns.Existing(pod.NetNS) // plugins clean up outside of the namespace if CNI_NETNS is "" (specification, DEL)
 	return n.operate(ctx, att, pod, "DEL", n.dirs.Load().lib.DelNetworkList)
-}
-
-// Check asks the plugins whether the pod is still connected as Add left it. It returns nil if the
-// configuration disables CHECK, and Unimplemented for configurations before 0.4.0.
-func (n *Network) Check(ctx context.Context, att Attachment, pod Pod) error {
-	if err := pod.Validate(); err != nil {
-		return err
-	}
-	return n.operate(ctx, att, pod, "CHECK", func(ctx context.Context, list *libcni.NetworkConfigList,
-		rt *libcni.RuntimeConf) error {
-		err := n.dirs.Load().lib.CheckNetworkList(ctx, list, rt)
-		if errors.Is(err, libcni.ErrorCheckNotSupp) {
-			return errdefs.New(codes.Unimplemented, "%w", err)
-		}
-		return err
-	})
 }
 
 type operation func(context.Context, *libcni.NetworkConfigList, *libcni.RuntimeConf) error

@@ -7,9 +7,9 @@
 // One owner goroutine watches and reads the directory, finds the plugins, and runs their STATUS. It
 // publishes the result as an immutable view.
 //
-// An Attachment holds the configuration of a pod's ADD. The caller stores it before Add. Del and
-// Check use only the Attachment, so a configuration may change or vanish while pods use it. The
-// caller runs Del after every Add, including a failed one, until Del returns nil. It never runs two
+// An Attachment holds the configuration of a pod's ADD. The caller stores it before Add. Del uses
+// only the Attachment, so a configuration may change or vanish while pods use it. The caller runs
+// Del after every Add, including a failed one, until Del returns nil. It never runs two
 // operations for one pod at the same time.
 //
 // Each plugin runs in a separate cgroup (runs.go). If it does not exit within Config.Timeout, it is
@@ -45,7 +45,7 @@ import (
 const IfName = "eth0"
 
 const (
-	// DefaultTimeout bounds one ADD, DEL or CHECK. Twice this time is less than kubelet's timeout
+	// DefaultTimeout bounds one ADD or DEL. Twice this time is less than kubelet's timeout
 	// of RunPodSandbox, so a hung ADD can be undone. This time is less than kubelet's timeout of
 	// StopPodSandbox, so the error can name the plugin that hung.
 	DefaultTimeout = 110 * time.Second
@@ -67,7 +67,7 @@ type Config struct {
 	// notes of running plugins, lost at a reboot; "": plugins run without notes and cgroups, and
 	// their children can outlive them
 	RunDir  string
-	Timeout time.Duration // of one ADD, DEL or CHECK; 0: DefaultTimeout
+	Timeout time.Duration // of one ADD or DEL; 0: DefaultTimeout
 	Waits   *task.Waits   // register of waits; may be nil
 
 	// Ran is called after each run of a plugin, with the plugin's type and the verb, unless the
@@ -164,8 +164,8 @@ func (c Config) validate() error {
 // Unavailable at once. Running plugins continue. The next daemon reads their notes in RunDir.
 func (n *Network) Leave() { n.leave() }
 
-// Close stops following the directory and cancels STATUS. Running Add, Del, Check and GC calls are
-// not affected.
+// Close stops following the directory and cancels STATUS. Running Add, Del and GC calls are not
+// affected.
 func (n *Network) Close() {
 	n.stop()
 	n.done.Wait()

@@ -28,7 +28,6 @@ type Pod struct {
 	IPRanges     [][]IPRange
 	PreferredIPs []netip.Addr // of berth's own: addresses to assign if they are free
 	CgroupPath   string
-	Aliases      []string
 }
 
 // PortMapping opens a port of the host for the pod.
@@ -71,7 +70,6 @@ const (
 	capIPRanges     = "ipRanges"
 	capPreferredIPs = "preferredIPs" // berth-net's own; the capability ips of CNI fails if an address is used
 	capCgroupPath   = "cgroupPath"
-	capAliases      = "aliases"
 )
 
 // NewPod translates a CRI pod config. It returns InvalidArgument for invalid ports, bandwidth
@@ -256,9 +254,6 @@ func (p Pod) capabilityArgs() map[string]any {
 	}
 	if p.CgroupPath != "" {
 		args[capCgroupPath] = p.CgroupPath
-	}
-	if len(p.Aliases) > 0 {
-		args[capAliases] = p.Aliases
 	}
 	return args
 }
