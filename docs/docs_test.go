@@ -163,6 +163,25 @@ func TestDecisions(t *testing.T) {
 	}
 }
 
+// An accepted decision says what it costs and when it can go. One that only sets a rule says so.
+func TestDecisionsStateTheirCost(t *testing.T) {
+	t.Parallel()
+	pages, err := filepath.Glob("adr/[0-9]*.md")
+	if err != nil || len(pages) == 0 {
+		t.Fatalf("no decisions: %v", err)
+	}
+	cost := regexp.MustCompile(`^(None: a rule\.|About [\d,]+ lines .*\. Remove .* when .*\.)$`)
+	for _, page := range pages {
+		content := read(t, page)
+		_, section, _ := strings.Cut(content, "\n## Cost\n")
+		section, _, _ = strings.Cut(section, "\n## ")
+		text := strings.Join(strings.Fields(section), " ")
+		if strings.Contains(content, "\nStatus: accepted") && !cost.MatchString(text) {
+			t.Errorf("%s has the cost %q; want \"About N lines (packages). Remove it when …\" or \"None: a rule.\"", page, text)
+		}
+	}
+}
+
 func read(t *testing.T, path string) string {
 	t.Helper()
 	content, err := os.ReadFile(path)
