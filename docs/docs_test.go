@@ -142,6 +142,17 @@ func TestOverviewsAreShort(t *testing.T) {
 	}
 }
 
+// Pages of results begin with them. How they were obtained follows.
+func TestResultsComeFirst(t *testing.T) {
+	t.Parallel()
+	for _, page := range []string{"performance.md", "reliability.md"} {
+		before, _, found := strings.Cut(read(t, page), "\n|")
+		if n := strings.Count(before, "\n"); !found || n >= 10 {
+			t.Errorf("%s has %d lines before its first table, want less than 10", page, n)
+		}
+	}
+}
+
 // Each decision has one page with the same parts, and a row in the index.
 func TestDecisions(t *testing.T) {
 	t.Parallel()
