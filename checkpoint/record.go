@@ -9,7 +9,7 @@
 // stop the daemon. A file that cannot be read at present, or that a newer berth wrote, is not
 // damaged: it stays, and loading fails.
 //
-// A Dir is used by one process. Writes to different names may be concurrent. The caller owns the
+// A [Dir] is used by one process. Writes to different names may be concurrent. The caller owns the
 // object and serializes writes to one name.
 package checkpoint
 
@@ -60,7 +60,7 @@ const SetAsideDir = "set-aside"
 // ErrCorrupt is wrapped by the errors of damaged records.
 var ErrCorrupt = errors.New("record is damaged")
 
-// Dir is a folder of records of one kind and schema version.
+// Dir is a folder of records of one kind and schema version. [OpenDir] opens it.
 type Dir struct {
 	path       string
 	kind       string
@@ -169,7 +169,7 @@ func (d *Dir) Remove(name string) error {
 	return nil
 }
 
-// Damaged describes a damaged record that was moved to SetAsideDir.
+// Damaged describes a damaged record that [Dir.Load] has moved to [SetAsideDir].
 type Damaged struct {
 	Name string // the record's name
 	Path string // its path after the move; the old path if the folder is not writable
@@ -177,7 +177,7 @@ type Damaged struct {
 }
 
 // Load calls decode for every record of the folder. It moves files that are damaged, or that decode
-// refuses, to SetAsideDir, and returns them. It deletes temporary files of interrupted writes. It
+// refuses, to [SetAsideDir], and returns them. It deletes temporary files of interrupted writes. It
 // fails for a file that cannot be read or that a newer berth wrote, so that no such record is lost.
 func (d *Dir) Load(decode func(name string, version int, body []byte) error) ([]Damaged, error) {
 	entries, err := os.ReadDir(d.path)
@@ -231,8 +231,8 @@ func (d *Dir) load(name string, decode func(string, int, []byte) error) (damage,
 	return decode(name, version, body), nil
 }
 
-// SetAside moves the file or directory at path to SetAsideDir beside it, under the same name with a
-// number. It returns the new path, or path after an error.
+// SetAside moves the file or directory at path to [SetAsideDir] beside it, under the same name with
+// a number. It returns the new path, or path after an error.
 func SetAside(path string) (moved string, err error) {
 	dir := filepath.Join(filepath.Dir(path), SetAsideDir)
 	failpoint.Reach("record.set-aside")
@@ -253,7 +253,7 @@ func SetAside(path string) (moved string, err error) {
 	}
 }
 
-// Encode returns the content of a record file for records outside of a Dir. Decode reads it.
+// Encode returns the content of a record file for records outside of a [Dir]. [Decode] reads it.
 func Encode(kind string, version int, v any) ([]byte, error) {
 	body, err := json.Marshal(v)
 	if err != nil {
@@ -275,7 +275,7 @@ func headerOf(magic, kind string, version int, body []byte) string {
 }
 
 // Decode verifies the content of a record file and returns its schema version and JSON body. Errors
-// wrap ErrCorrupt.
+// wrap [ErrCorrupt].
 func Decode(kind string, data []byte) (version int, body []byte, err error) {
 	header, body, ok := bytes.Cut(data, []byte("\n"))
 	if !ok {

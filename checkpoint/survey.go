@@ -9,7 +9,7 @@ import (
 	"strings"
 )
 
-// Survey lists the files in a folder of records that are not valid records.
+// Survey lists the files in a folder of records that are not valid records. [Inspect] returns it.
 type Survey struct {
 	Damaged  []Damaged // files that the next Load would move to SetAsideDir, with their present paths
 	Newer    []string  // files of a newer berth, for which Load fails
@@ -17,9 +17,9 @@ type Survey struct {
 	Other    []string  // other files
 }
 
-// Inspect reads the records of a folder like Load but changes nothing. A daemon may use the folder
-// at the same time: files that disappear during the call are left out. A missing folder counts as
-// empty.
+// Inspect reads the records of a folder like [Dir.Load] but changes nothing. A daemon may use the
+// folder at the same time: files that disappear during the call are left out. A missing folder
+// counts as empty.
 func Inspect(path, kind string, version int, decode func(name string, version int, body []byte) error) (Survey, error) {
 	var s Survey
 	entries, err := os.ReadDir(path)

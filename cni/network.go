@@ -2,10 +2,10 @@
 //
 // # Contract
 //
-// A Network follows one configuration directory. New pods join the network of the first valid file
-// in lexical order (Plan). Status reports whether pods can join at all. Both answer from memory.
-// One owner goroutine watches and reads the directory, finds the plugins, and runs their STATUS. It
-// publishes the result as an immutable view.
+// A [Network] follows one configuration directory. New pods join the network of the first valid
+// file in lexical order ([Network.Plan]). [Network.Status] reports whether pods can join at all.
+// Both answer from memory. One owner goroutine watches and reads the directory, finds the plugins,
+// and runs their STATUS. It publishes the result as an immutable view.
 //
 // An Attachment holds the configuration of a pod's ADD. The caller stores it before Add. Del uses
 // only the Attachment, so a configuration may change or vanish while pods use it. The caller runs
@@ -14,12 +14,13 @@
 //
 // Each plugin runs in a separate cgroup (runs.go). If it does not exit within Config.Timeout, it is
 // killed with its children. A caller's context does not stop it, because a plugin that is killed
-// half-way may not be able to continue later. If the daemon stops (Leave) or is killed, its plugins
-// continue. New of the next daemon waits for them and kills hung ones. The pod's network namespace
-// comes from netns.New, which brings the loopback interface up, so no loopback plugin is needed.
+// half-way may not be able to continue later. If the daemon stops ([Network.Leave]) or is killed,
+// its plugins continue. [New] of the next daemon waits for them and kills hung ones. The pod's
+// network namespace comes from netns.New, which brings the loopback interface up, so no loopback
+// plugin is needed.
 //
-// A built-in plugin (Config.BuiltIn) is a function call. It may end with the daemon at any
-// instruction, and its DEL must handle that.
+// A built-in plugin ([BuiltIn]) is a function call. It may end with the daemon at any instruction,
+// and its DEL must handle that.
 //
 // Specification: CNI 1.1.0. Configurations from 0.1.0 to 1.1.0 are supported.
 package cni
@@ -59,7 +60,7 @@ const (
 	wholeGate = math.MaxInt64
 )
 
-// Config has the paths and limits of a Network. All paths are absolute.
+// Config has the paths and limits of a [Network]. All paths are absolute.
 type Config struct {
 	ConfDir  string   // configuration files; may not exist
 	BinDirs  []string // plugin directories, first match wins; plugins get them as CNI_PATH
@@ -83,8 +84,8 @@ type Config struct {
 // specification section 3. Errors have the type *types.Error. ctx bounds waits.
 type BuiltIn func(ctx context.Context, stdin []byte, environ []string) (stdout []byte, err error)
 
-// Network runs plugins for the network configured in a directory. Its methods may be called
-// concurrently.
+// Network runs plugins for the network configured in a directory. [New] opens it. Its methods may
+// be called concurrently.
 type Network struct {
 	cfg     Config
 	log     *slog.Logger
@@ -221,7 +222,7 @@ func (n *Network) endRound() {
 }
 
 // AskStatus runs STATUS and waits for its result, for at most ten seconds or until ctx ends. It
-// returns the same errors as Status.
+// returns the same errors as [Network.Status].
 func (n *Network) AskStatus(ctx context.Context) error {
 	v := n.view.Load()
 	switch {
@@ -239,7 +240,7 @@ func (n *Network) AskStatus(ctx context.Context) error {
 }
 
 // SetIPRanges sets the address ranges of new pods. STATUS uses them at once. The caller passes them
-// to Add in Pod.IPRanges, because a pod keeps its ranges.
+// to [Network.Add] in the IPRanges of a [Pod], because a pod keeps its ranges.
 func (n *Network) SetIPRanges(ranges [][]IPRange) {
 	n.ranges.Store(&ranges)
 	n.askRefresh()
@@ -271,9 +272,9 @@ func (n *Network) askRefresh() {
 	}
 }
 
-// Plan returns the attachment of a new pod, which the caller stores before Add. It returns
-// FailedPrecondition without a valid configuration. Plan ignores STATUS, because the plugin refuses
-// an ADD that it cannot do.
+// Plan returns the attachment of a new pod, which the caller stores before [Network.Add]. It
+// returns FailedPrecondition without a valid configuration. Plan ignores STATUS, because the plugin
+// refuses an ADD that it cannot do.
 func (n *Network) Plan() (Attachment, error) {
 	v := n.view.Load()
 	if v.net == nil {

@@ -13,7 +13,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Pod is the input of plugins for one pod. DEL needs the same input as ADD.
+// Pod is the input of plugins for one pod, from [NewPod]. DEL needs the same input as ADD.
 type Pod struct {
 	ID        string // the container ID of CNI
 	Name      string
@@ -73,7 +73,7 @@ const (
 )
 
 // NewPod translates a CRI pod config. It returns InvalidArgument for invalid ports, bandwidth
-// annotations, and names that Validate refuses.
+// annotations, and names that [Pod.Validate] refuses.
 func NewPod(id, netns string, cfg *runtimeapi.PodSandboxConfig) (Pod, error) {
 	ports, err := portMappings(cfg.GetPortMappings())
 	if err != nil {

@@ -321,8 +321,8 @@ func killAndRemove(group string, deadline time.Time) error {
 	}
 }
 
-// NotedRuns are the runs with a note in a Config's RunDir. A Network may use the directory at the
-// same time.
+// NotedRuns are the runs with a note in the RunDir of a [Config]. A [Network] may use the directory
+// at the same time.
 type NotedRuns struct {
 	prefix string
 	names  map[string]bool

@@ -142,6 +142,17 @@ func TestOverviewsAreShort(t *testing.T) {
 	}
 }
 
+// Pages of results begin with them. How they were obtained follows.
+func TestResultsComeFirst(t *testing.T) {
+	t.Parallel()
+	for _, page := range []string{"performance.md", "reliability.md"} {
+		before, _, found := strings.Cut(read(t, page), "\n|")
+		if n := strings.Count(before, "\n"); !found || n >= 10 {
+			t.Errorf("%s has %d lines before its first table, want less than 10", page, n)
+		}
+	}
+}
+
 // Each decision has one page with the same parts, and a row in the index.
 func TestDecisions(t *testing.T) {
 	t.Parallel()
@@ -159,6 +170,25 @@ func TestDecisions(t *testing.T) {
 		}
 		if !strings.Contains(index, "("+filepath.Base(page)+")") {
 			t.Errorf("adr/README.md does not list %s", page)
+		}
+	}
+}
+
+// An accepted decision says what it costs and when it can go. One that only sets a rule says so.
+func TestDecisionsStateTheirCost(t *testing.T) {
+	t.Parallel()
+	pages, err := filepath.Glob("adr/[0-9]*.md")
+	if err != nil || len(pages) == 0 {
+		t.Fatalf("no decisions: %v", err)
+	}
+	cost := regexp.MustCompile(`^(None: a rule\.|About [\d,]+ lines .*\. Remove .* when .*\.)$`)
+	for _, page := range pages {
+		content := read(t, page)
+		_, section, _ := strings.Cut(content, "\n## Cost\n")
+		section, _, _ = strings.Cut(section, "\n## ")
+		text := strings.Join(strings.Fields(section), " ")
+		if strings.Contains(content, "\nStatus: accepted") && !cost.MatchString(text) {
+			t.Errorf("%s has the cost %q; want \"About N lines (packages). Remove it when …\" or \"None: a rule.\"", page, text)
 		}
 	}
 }

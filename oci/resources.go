@@ -13,7 +13,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// LinuxResources converts the limits of a container, for its creation and for
+// LinuxResources converts the limits of a container, for its creation by [ContainerSpec] and for
 // UpdateContainerResources. Fields that are 0 or empty stay unset. The creation overwrites Devices
 // of the result. A nil argument sets no limits.
 //

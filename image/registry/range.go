@@ -35,8 +35,8 @@ type Range struct {
 
 // Range requests size bytes of a blob from an offset. It asks the hosts in order, beginning with
 // the number first, and returns when one has begun to answer. onBytes is called with each number of
-// received bytes. The caller closes the Range. Errors: those of Blob's Read; FailedPrecondition,
-// which wraps ErrNoRanges, if no host serves ranges.
+// received bytes. The caller closes the Range. Errors: those of [Blob.Read]; FailedPrecondition,
+// which wraps [ErrNoRanges], if no host serves ranges.
 func (r *Repository) Range(ctx context.Context, blob ocispec.Descriptor, first int, offset, size int64,
 	onBytes func(n int)) (*Range, error) {
 	if err := checkDescriptor(blob, 0); err != nil {

@@ -15,7 +15,7 @@ import (
 	"berth/internal/stall"
 )
 
-// Image is a resolved image without the content of its layers.
+// Image is a resolved image without the content of its layers. [Repository.Blob] reads them.
 type Image struct {
 	Digest       digest.Digest // of the index or manifest that the reference names
 	ConfigDigest digest.Digest // sha256; the image's ID
