@@ -1,11 +1,4 @@
-// Package slots shares a number of slots fairly among owners.
-//
-// # Contract
-//
-// An owner gets a slot only if it holds fewer slots than are free. So owners that keep their slots
-// for long do not starve others: the first one gets at most half, the next one a quarter, and so
-// on.
-package slots
+package fair
 
 import (
 	"context"
@@ -13,7 +6,7 @@ import (
 	"sync"
 )
 
-// Slots are a number of slots. Its methods may be called concurrently.
+// Slots are a number of slots. The methods may be called concurrently.
 type Slots struct {
 	mu    sync.Mutex // guards all fields below
 	free  int
@@ -21,8 +14,8 @@ type Slots struct {
 	freed chan struct{}  // closed at the next release
 }
 
-// New returns a number of free slots.
-func New(most int) *Slots {
+// NewSlots returns a number of free slots.
+func NewSlots(most int) *Slots {
 	return &Slots{free: most, by: map[string]int{}, freed: make(chan struct{})}
 }
 

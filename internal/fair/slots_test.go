@@ -1,4 +1,4 @@
-package slots
+package fair
 
 import (
 	"context"
@@ -12,7 +12,7 @@ func TestSlotsLeaveRoomForOtherOwners(t *testing.T) {
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
 	for most, want := range map[int][]int{1: {1, 0}, 2: {1, 1, 0}, 3: {2, 1, 0}, 8: {4, 2, 1, 1, 0}, 64: {32, 16, 8, 4, 2, 1, 1, 0}} {
-		slots := New(most)
+		slots := NewSlots(most)
 		var back []func()
 		for i, n := range want {
 			owner := string(rune('a' + i))
