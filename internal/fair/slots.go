@@ -8,10 +8,13 @@ import (
 
 // Slots are a number of slots. The methods may be called concurrently.
 type Slots struct {
-	mu    sync.Mutex // guards all fields below
-	free  int
-	by    map[string]int // slots in use, by owner
-	freed chan struct{}  // closed at the next release
+	mu sync.Mutex
+	// +checklocks:mu
+	free int
+	// +checklocks:mu
+	by map[string]int // slots in use, by owner
+	// +checklocks:mu
+	freed chan struct{} // closed at the next release
 }
 
 // NewSlots returns a number of free slots.

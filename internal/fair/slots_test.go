@@ -42,8 +42,10 @@ func TestSlotsLeaveRoomForOtherOwners(t *testing.T) {
 			release()
 		}
 		waiting.Wait()
+		slots.mu.Lock()
 		if slots.free != most || len(slots.by) != 0 {
 			t.Errorf("%d of %d slots have come back; %v", slots.free, most, slots.by)
 		}
+		slots.mu.Unlock()
 	}
 }

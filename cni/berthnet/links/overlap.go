@@ -13,10 +13,13 @@ const CacheTime = time.Minute
 // Overlaps caches CheckOverlap for frequent callers. It caches only success, so it detects a
 // repaired node at once. The zero value is ready for use, and methods may be called concurrently.
 type Overlaps struct {
-	lock    sync.Mutex           // guards the fields below
-	none    map[string]time.Time // time of the last success, by arguments
+	check func(subnets []netip.Prefix, bridge string) error // nil: CheckOverlap. Constant
+
+	lock sync.Mutex
+	// +checklocks:lock
+	none map[string]time.Time // time of the last success, by arguments
+	// +checklocks:lock
 	forgets int
-	check   func(subnets []netip.Prefix, bridge string) error
 }
 
 // Check is CheckOverlap with the cache.
