@@ -143,7 +143,7 @@ func (s *Store) loadArchive(ctx context.Context, what string, from *archive.Arch
 	return added, nil
 }
 
-// archiveSlots names archives as a source of blobs, see package slots.
+// archiveSlots names archives as a source of blobs, see fair.Slots.
 const archiveSlots = "archive"
 
 // loadLayer ensures that a layer of an archive is present. An archive must contain a present layer,

@@ -26,9 +26,9 @@ import (
 	"berth/image/unpack"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
+	"berth/internal/fair"
 	"berth/internal/lograte"
 	"berth/internal/rootfs"
-	"berth/internal/slots"
 	"berth/internal/task"
 )
 
@@ -95,7 +95,7 @@ type Store struct {
 
 	refs     *layerRefs
 	flights  *flights
-	slots    *slots.Slots // of unpack processes, by registry
+	slots    *fair.Slots // of unpack processes, by registry
 	memory   *workMemory
 	governor *governor.Governor
 	peers    atomic.Pointer[peers.Peers] // nil: none, see UsePeers
@@ -169,7 +169,7 @@ func newStore(
 	cfg.Limits = cfg.Limits.WithDefaults()
 	client, err := registry.NewClient(registry.Config{
 		Sources: cfg.Registries, StallTimeout: cfg.StallTimeout, Log: log,
-		Spare: slots.New(cfg.MaxRangeRequests).TryAcquire,
+		Spare: fair.NewSlots(cfg.MaxRangeRequests).TryAcquire,
 	})
 	if err != nil {
 		return nil, err
@@ -185,7 +185,7 @@ func newStore(
 		finished:    newFinished(),
 		refs:        newLayerRefs(),
 		flights:     newFlights(ctx, log),
-		slots:       slots.New(cfg.MaxUnpacking),
+		slots:       fair.NewSlots(cfg.MaxUnpacking),
 		memory:      newWorkMemory(cfg.WorkMemory, cfg.MergeMemory, cfg.MaxUnpacking),
 		governor:    newGovernor(cfg.Governor, log),
 		ctx:         ctx,

@@ -47,14 +47,18 @@ type Launchers struct {
 	stop   context.CancelFunc
 	owned  sync.WaitGroup // all goroutines of the pool
 
-	starts, losses atomic.Uint64 // see Counts
+	starts atomic.Uint64 // see Counts
+	losses atomic.Uint64
 
 	expecting   atomic.Bool // keepMovesFast runs
 	expectUntil atomic.Pointer[time.Time]
 
-	mu     sync.Mutex     // guards the fields below
-	lent   int            // launchers that serve execs or pauses and then return to the pool
-	idle   []idleLauncher // idle longest first
+	mu sync.Mutex
+	// +checklocks:mu
+	lent int // launchers that serve execs or pauses and then return to the pool
+	// +checklocks:mu
+	idle []idleLauncher // idle longest first
+	// +checklocks:mu
 	closed bool
 }
 
@@ -325,6 +329,8 @@ func (l *Launchers) takeSpare() (spare []*launcher, rest time.Duration) {
 }
 
 // takeAt removes and returns the idle launcher at index i.
+//
+// +checklocks:l.mu
 func (l *Launchers) takeAt(i int) *launcher {
 	p := l.idle[i]
 	l.idle = slices.Delete(l.idle, i, i+1)
@@ -406,6 +412,8 @@ func (l *Launchers) pop(execIn string) *launcher {
 // launcher can launch, and probes come more often than launches. Otherwise an exec takes the
 // launcher that has been idle longest. Probes of several containers then keep one launcher each. It
 // takes no spare launcher, because a spare one would then never age.
+//
+// +checklocks:l.mu
 func (l *Launchers) choose(execIn string) int {
 	for i, p := range slices.Backward(l.idle) {
 		if p.loaded == execIn {

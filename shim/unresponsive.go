@@ -34,9 +34,15 @@ type requestWatch struct {
 	timer *time.Timer
 	begun time.Time
 
-	mu                         sync.Mutex // guards the fields below
-	isSent, over, unresponsive bool
-	wasFrozen                  bool // at the previous check, with the request unread
+	mu sync.Mutex
+	// +checklocks:mu
+	isSent bool
+	// +checklocks:mu
+	over bool
+	// +checklocks:mu
+	unresponsive bool
+	// +checklocks:mu
+	wasFrozen bool // at the previous check, with the request unread
 }
 
 // watchRequest starts the watch; the request is sent afterwards. If the launcher does not read it,

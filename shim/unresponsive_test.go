@@ -16,6 +16,13 @@ import (
 	"berth/shim/proto"
 )
 
+// gaveUp reports whether the watch has given up the launcher.
+func (w *requestWatch) gaveUp() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return w.unresponsive
+}
+
 // A launcher that replies just before it is given up is kept, and its next reply is awaited.
 func TestLateReplyKeepsLauncher(t *testing.T) {
 	conn, file, err := proto.ConnPair()
@@ -32,7 +39,9 @@ func TestLateReplyKeepsLauncher(t *testing.T) {
 		t.Fatal(err)
 	}
 	h := (&launcher{conn: conn}).watchRequest(time.Hour)
+	h.mu.Lock()
 	h.unresponsive = true // as if it had been frozen
+	h.mu.Unlock()
 	if err := conn.Interrupt(); err != nil {
 		t.Fatal(err)
 	}
@@ -74,11 +83,11 @@ func TestSlowLauncher(t *testing.T) {
 	for p.isFrozen() && t.Context().Err() == nil { // until it is executed
 		time.Sleep(time.Millisecond)
 	}
-	if w.check(); w.unresponsive {
+	if w.check(); w.gaveUp() {
 		t.Error("a launcher that runs is given up")
 	}
 	w.begun = w.begun.Add(-slowOrderTimeout)
-	if w.check(); !w.unresponsive {
+	if w.check(); !w.gaveUp() {
 		t.Error("a launcher that runs is waited for for ever")
 	}
 	if err := w.result(os.ErrDeadlineExceeded); !errors.Is(err, errUnresponsive) {
@@ -112,7 +121,7 @@ func TestLateOrderKeepsHealthyLauncher(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.check()
-	if w.unresponsive {
+	if w.gaveUp() {
 		t.Error("the daemon gave up a launcher that had its request only for a moment")
 	}
 	if _, err := conn.Receive(&proto.Reply{}); !errors.Is(err, os.ErrDeadlineExceeded) { // the next check is already scheduled

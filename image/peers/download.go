@@ -8,7 +8,7 @@ import (
 	"net/http"
 	"time"
 
-	"berth/internal/stall"
+	"berth/internal/fair"
 )
 
 // maxResumes limits how often a broken transfer is resumed.
@@ -22,8 +22,8 @@ type Download struct {
 	key     Key
 	address string
 
-	body    *stall.Body // of the current transfer; nil: none
-	size    int64       // -1: not known yet
+	body    *fair.Body // of the current transfer; nil: none
+	size    int64      // -1: not known yet
 	offset  int64
 	resumes int
 }
@@ -37,14 +37,14 @@ func (d *Download) Size() int64 { return d.size }
 // request requests the rest of the tar. The peer may let the request wait for an upload.
 func (d *Download) request(wait time.Duration) error {
 	ctx, cancel := context.WithCancelCause(d.ctx)
-	late := time.AfterFunc(d.peers.answerTime(wait), func() { cancel(stall.Err) })
+	late := time.AfterFunc(d.peers.answerTime(wait), func() { cancel(fair.ErrStalled) })
 	response, err := d.peers.ask(ctx, http.MethodGet, d.address, d.key, wait, d.offset)
 	late.Stop()
 	if err != nil {
 		cancel(nil)
 		return err
 	}
-	d.body = stall.NewBody(ctx, cancel, response.Body, stall.Meter{Window: d.peers.cfg.Stall, Rate: leastRate})
+	d.body = fair.NewBody(ctx, cancel, response.Body, fair.Meter{Window: d.peers.cfg.Stall, Rate: leastRate})
 	if err := d.accept(response); err != nil {
 		return errors.Join(err, d.Close())
 	}
@@ -97,7 +97,7 @@ func (d *Download) Read(b []byte) (int, error) {
 		if d.ctx.Err() != nil {
 			return 0, context.Cause(d.ctx)
 		}
-		if errors.Is(err, stall.Err) || d.resumes == maxResumes {
+		if errors.Is(err, fair.ErrStalled) || d.resumes == maxResumes {
 			return 0, fmt.Errorf("fetch from peer %s: %w", d.address, err)
 		}
 		d.resumes++

@@ -20,7 +20,7 @@ import (
 	"golang.org/x/time/rate"
 
 	"berth/internal/cleanup"
-	"berth/internal/slots"
+	"berth/internal/fair"
 	"berth/internal/task"
 )
 
@@ -111,8 +111,8 @@ type Peers struct {
 	server  *http.Server
 	address net.Addr
 	client  *http.Client
-	uploads *slots.Slots // by certificate
-	waiting *slots.Slots // of requests that wait, by certificate
+	uploads *fair.Slots // by certificate
+	waiting *fair.Slots // of requests that wait, by certificate
 	pace    *rate.Limiter
 	life    *task.Lifetime
 	wait    time.Duration // longestWait, except in tests
@@ -192,8 +192,8 @@ func newPeers(cfg Config, clientTLS *tls.Config) *Peers {
 		cfg:      cfg,
 		members:  newMembers(cfg.Advertise, cfg.Seeds, cfg.Log),
 		tracker:  newTracker(time.Now),
-		uploads:  slots.New(cfg.MaxUploads),
-		waiting:  slots.New(cfg.MaxWaiting),
+		uploads:  fair.NewSlots(cfg.MaxUploads),
+		waiting:  fair.NewSlots(cfg.MaxWaiting),
 		pace:     rate.NewLimiter(rate.Inf, burst),
 		life:     task.NewLifetime(),
 		wait:     longestWait,

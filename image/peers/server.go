@@ -18,7 +18,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
-	"berth/internal/stall"
+	"berth/internal/fair"
 	"berth/internal/task"
 )
 
@@ -192,7 +192,7 @@ func (p *Peers) upload(w http.ResponseWriter, r *http.Request, k Key,
 	content := &upload{
 		ctx: r.Context(), peers: p, response: http.NewResponseController(w),
 		from:  io.NewSectionReader(tar, 0, tar.Size()),
-		meter: stall.Meter{Window: p.cfg.Stall, Rate: leastRate},
+		meter: fair.Meter{Window: p.cfg.Stall, Rate: leastRate},
 	}
 	w.Header().Set("Content-Type", "application/x-tar")
 	http.ServeContent(w, r, "", time.Time{}, content)
@@ -216,7 +216,7 @@ type upload struct {
 		SetWriteDeadline(deadline time.Time) error
 	}
 	from  *io.SectionReader
-	meter stall.Meter
+	meter fair.Meter
 	piece int       // bytes that the last Read returned
 	read  time.Time // end of the last Read: the peer has taken the piece since
 }
@@ -224,7 +224,7 @@ type upload struct {
 // Read implements io.Reader.
 func (u *upload) Read(b []byte) (int, error) {
 	if u.piece > 0 && u.meter.Slow(int64(u.piece), time.Since(u.read)) {
-		return 0, fmt.Errorf("send layer to a peer: %w", stall.Err)
+		return 0, fmt.Errorf("send layer to a peer: %w", fair.ErrStalled)
 	}
 	b = b[:min(len(b), burst)]
 	// The time that the bandwidth takes is not the peer's.

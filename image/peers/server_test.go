@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"berth/image/peers/peerstest"
-	"berth/internal/stall"
+	"berth/internal/fair"
 )
 
 // A request with several ranges is refused before anything of the layer is read.
@@ -128,7 +128,7 @@ func TestSlowReceivers(t *testing.T) {
 	}{
 		"fast":                {pause: time.Millisecond},
 		"just fast enough":    {pause: time.Second},
-		"slow":                {pause: 10 * time.Second, want: stall.Err},
+		"slow":                {pause: 10 * time.Second, want: fair.ErrStalled},
 		"behind other peers":  {rate: 1 << 20},
 		"small own bandwidth": {rate: leastRate / 4},
 	} {
@@ -139,7 +139,7 @@ func TestSlowReceivers(t *testing.T) {
 				data := content(4 << 20)
 				u := &upload{
 					ctx: t.Context(), peers: p, response: noDeadline{}, from: io.NewSectionReader(bytes.NewReader(data), 0, int64(len(data))),
-					meter: stall.Meter{Window: time.Minute, Rate: leastRate},
+					meter: fair.Meter{Window: time.Minute, Rate: leastRate},
 				}
 				var err error
 				piece := make([]byte, 32<<10)

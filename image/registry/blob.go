@@ -15,7 +15,7 @@ import (
 
 	"berth/image/lazy/index"
 	"berth/internal/errdefs"
-	"berth/internal/stall"
+	"berth/internal/fair"
 )
 
 // Blob reads a blob from the hosts of a repository. After any interruption it goes on with the next
@@ -271,7 +271,7 @@ func (b *Blob) interrupted(err error) error {
 	}
 	u := &UnavailableError{Err: err, temporary: true}
 	switch {
-	case !errors.Is(err, stall.Err):
+	case !errors.Is(err, fair.ErrStalled):
 	case len(b.ahead.parts) > 0:
 		b.noParts()
 	default:

@@ -48,8 +48,10 @@ type launch struct {
 	// unrepeatable: the daemon's end does not undo the launch, because a repetition would fail.
 	unrepeatable bool
 
-	mu        sync.Mutex // guards the two fields below
-	committed bool       // the reply is being sent: too late to cancel
+	mu sync.Mutex
+	// +checklocks:mu
+	committed bool // the reply is being sent: too late to cancel
+	// +checklocks:mu
 	cancelled bool
 }
 

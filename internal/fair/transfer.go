@@ -1,12 +1,4 @@
-// Package stall ends transfers that are too slow.
-//
-// # Contract
-//
-// A Meter decides: a transfer is too slow if its rate stays below a limit for a whole window. Only
-// the time that the other side takes counts, so a slow receiver in this process does no harm. A
-// Body applies a Meter to a response body, and also ends a Read that takes a whole window by
-// itself. None of them is safe for concurrent use.
-package stall
+package fair
 
 import (
 	"context"
@@ -16,10 +8,10 @@ import (
 	"time"
 )
 
-// Err is the error of a stalled transfer, and the cause of its cancellation.
-var Err = errors.New("transfer stalled")
+// ErrStalled is the error of a stalled transfer, and the cause of its cancellation.
+var ErrStalled = errors.New("transfer stalled")
 
-// Meter measures the rate of a transfer.
+// Meter measures the rate of a transfer. It is not safe for concurrent use.
 type Meter struct {
 	Window time.Duration // the transfer is judged each time that it has waited so long
 	Rate   int64         // least bytes a second
@@ -42,8 +34,9 @@ func (m *Meter) Slow(bytes int64, took time.Duration) bool {
 // Left returns the time to the end of the window.
 func (m *Meter) Left() time.Duration { return m.Window - m.waited }
 
-// Body is a response body that fails with Err if a Read gets no byte for a window, or if all Reads
-// of a window are too slow together. Time between Reads does not count.
+// Body is a response body that fails with ErrStalled if a Read gets no byte for a window, or if all
+// Reads of a window are too slow together. Time between Reads does not count. It is not safe for
+// concurrent use.
 type Body struct {
 	body   io.ReadCloser
 	ctx    context.Context
@@ -55,7 +48,7 @@ type Body struct {
 
 // NewBody guards the body of a response to a request with ctx. cancel ends that request.
 func NewBody(ctx context.Context, cancel context.CancelCauseFunc, body io.ReadCloser, meter Meter) *Body {
-	timer := time.AfterFunc(meter.Window, func() { cancel(Err) })
+	timer := time.AfterFunc(meter.Window, func() { cancel(ErrStalled) })
 	timer.Stop()
 	return &Body{body: body, ctx: ctx, cancel: cancel, timer: timer, meter: meter}
 }
@@ -67,11 +60,11 @@ func (b *Body) Read(p []byte) (int, error) {
 	n, err := b.body.Read(p)
 	b.timer.Stop()
 	if err == nil && b.meter.Slow(int64(n), time.Since(began)) {
-		b.cancel(Err)
-		return n, fmt.Errorf("%w: less than %d bytes a second for %v", Err, b.meter.Rate, b.meter.Window)
+		b.cancel(ErrStalled)
+		return n, fmt.Errorf("%w: less than %d bytes a second for %v", ErrStalled, b.meter.Rate, b.meter.Window)
 	}
-	if err != nil && err != io.EOF && errors.Is(context.Cause(b.ctx), Err) { //nolint:errorlint // io.Reader
-		err = fmt.Errorf("%w: no bytes for %v", Err, b.meter.Window)
+	if err != nil && err != io.EOF && errors.Is(context.Cause(b.ctx), ErrStalled) { //nolint:errorlint // io.Reader
+		err = fmt.Errorf("%w: no bytes for %v", ErrStalled, b.meter.Window)
 	}
 	return n, err
 }
@@ -81,7 +74,7 @@ func (b *Body) SetWindow(d time.Duration) { b.meter.Window = d }
 
 // Hurry limits the whole body to the window. An error's text is not worth a longer wait.
 func (b *Body) Hurry() {
-	b.whole = time.AfterFunc(b.meter.Window, func() { b.cancel(Err) })
+	b.whole = time.AfterFunc(b.meter.Window, func() { b.cancel(ErrStalled) })
 }
 
 // Close ends the request.

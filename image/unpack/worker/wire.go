@@ -1,15 +1,4 @@
-// Package wire is the protocol by which berth-unpack reports progress and the result to the daemon.
-//
-// # Contract
-//
-// The reader trusts nothing. It takes memory for at most unpack.MaxTold bytes of names and for one
-// message. It validates what it returns: names are clean and limited, numbers are in range, an
-// error has a code that a layer can cause and a short printable text. It cannot check whether the
-// result is true.
-//
-// A message is a type byte, the length of the body (four bytes, big-endian) and the body. Names
-// come first; the last message is an error or the summary.
-package wire
+package worker
 
 import (
 	"bufio"
@@ -29,10 +18,11 @@ import (
 	"berth/internal/frame"
 )
 
-// Version is the first argument of berth-unpack: a daemon and a berth-unpack of different
-// versions refuse each other.
+// Version changes with every change of the arguments and messages.
 const Version = "9"
 
+// Kinds of messages. A message is a frame (package frame). Names come first; the last message is an
+// error or the summary.
 const (
 	kindGunzip   = 'G' // name of what reads gzip
 	kindProgress = 'P' // bytes of the tar read so far
@@ -107,7 +97,10 @@ func appendSummary(b []byte, r unpack.Result) []byte {
 	return append(b, r.Digest...)
 }
 
-// Reader receives messages.
+// Reader receives messages and trusts nothing. It takes memory for at most unpack.MaxTold bytes of
+// names and for one message. It validates what it returns: names are clean and limited, numbers are
+// in range, an error has a code that a layer can cause and a short printable text. It cannot check
+// whether the result is true.
 type Reader struct {
 	r    *bufio.Reader
 	body [maxBody]byte

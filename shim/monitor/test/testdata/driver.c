@@ -189,9 +189,7 @@ static void talk(struct monitor *m, int client, int stdin, struct buffer *answer
 	long n;
 
 	while ((n = sys_epoll_wait(m->epoll, events, 16, 0)) > 0) {
-		for (long i = 0; i < n; i++)
-			handle(m, events[i].data, events[i].events);
-		clients_sweep(m);
+		monitor_round(m, events, n);
 		for (int i = 0; i < m->client_count; i++)
 			expect(m->clients[i].in.len <= HEADER_SIZE + MAX_PAYLOAD &&
 				m->clients[i].queue.len <= MAX_QUEUED);
@@ -334,7 +332,8 @@ static void ask_stale(void)
 		ends[i] = connect_to(address, size);
 	client_accept(&m); /* it evicts the oldest client */
 	client_accept(&m);
-	handle(&m, old.data, old.events | EPOLLHUP);
+	old.events |= EPOLLHUP;
+	monitor_round(&m, &old, 1);
 	last = &m.clients[m.client_count - 1];
 	put_number(last->fd == number);
 	put_number(last->gone || last->dead);

@@ -1,11 +1,4 @@
-// Package wire is what berth and berth-verify exchange: a directory with an image's documents, and
-// a verdict.
-//
-// # Contract
-//
-// The directory is descriptor TreeFD of the process. It holds the files below. berth-verify writes
-// a Verdict as JSON to standard output.
-package wire
+package worker
 
 import (
 	"bytes"
@@ -14,13 +7,10 @@ import (
 	"fmt"
 )
 
-// Version changes with every change of the exchange. It is the program's only argument.
+// Version changes with every change of the exchange.
 const Version = "verify-1"
 
-// TreeFD is the descriptor of the directory.
-const TreeFD = 3
-
-// Files of the directory. The documents are in directories 0, 1 and so on, in the form of
+// Files of the tree. The documents are in directories 0, 1 and so on, in the form of
 // containers-image's transport dir: manifest.json, signature-1, signature-2 and so on.
 const (
 	PolicyFile    = "policy.json" // with default requirements only; its key files are in KeyDir

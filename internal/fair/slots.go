@@ -1,11 +1,4 @@
-// Package slots shares a number of slots fairly among owners.
-//
-// # Contract
-//
-// An owner gets a slot only if it holds fewer slots than are free. So owners that keep their slots
-// for long do not starve others: the first one gets at most half, the next one a quarter, and so
-// on.
-package slots
+package fair
 
 import (
 	"context"
@@ -13,16 +6,19 @@ import (
 	"sync"
 )
 
-// Slots are a number of slots. Its methods may be called concurrently.
+// Slots are a number of slots. The methods may be called concurrently.
 type Slots struct {
-	mu    sync.Mutex // guards all fields below
-	free  int
-	by    map[string]int // slots in use, by owner
-	freed chan struct{}  // closed at the next release
+	mu sync.Mutex
+	// +checklocks:mu
+	free int
+	// +checklocks:mu
+	by map[string]int // slots in use, by owner
+	// +checklocks:mu
+	freed chan struct{} // closed at the next release
 }
 
-// New returns a number of free slots.
-func New(most int) *Slots {
+// NewSlots returns a number of free slots.
+func NewSlots(most int) *Slots {
 	return &Slots{free: most, by: map[string]int{}, freed: make(chan struct{})}
 }
 

@@ -1,4 +1,4 @@
-package stall
+package fair
 
 import (
 	"context"
@@ -32,7 +32,7 @@ func TestWindowCountsWaitingOnly(t *testing.T) {
 		}
 		began := time.Now()
 		_, err := body.Read(make([]byte, 1))
-		if !errors.Is(err, Err) || time.Since(began) != time.Minute {
+		if !errors.Is(err, ErrStalled) || time.Since(began) != time.Minute {
 			t.Errorf("%v after %v", err, time.Since(began))
 		}
 	})
@@ -51,7 +51,7 @@ func TestSlowTransferStalls(t *testing.T) {
 		}()
 		began := time.Now()
 		_, err := io.ReadAll(NewBody(ctx, cancel, in, Meter{Window: time.Minute, Rate: testRate}))
-		if !errors.Is(err, Err) || time.Since(began) != time.Minute {
+		if !errors.Is(err, ErrStalled) || time.Since(began) != time.Minute {
 			t.Errorf("%v after %v", err, time.Since(began))
 		}
 		in.Close()

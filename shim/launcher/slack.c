@@ -14,7 +14,7 @@ static void slacken(void)
 	if (!getenv("_LIBCONTAINER_INITPIPE") && !getenv("BERTH_TIMER_SLACK"))
 		return;
 	now = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0);
-	if (now > 0 && now < SYSMON_SLACK && prctl(PR_SET_TIMERSLACK, SYSMON_SLACK, 0, 0, 0) == 0)
+	if (now > 0 && now < SLACK && prctl(PR_SET_TIMERSLACK, SLACK, 0, 0, 0) == 0)
 		before = (unsigned long)now;
 }
 
@@ -31,4 +31,4 @@ void __wrap_nsexec(void)
 	slacken();
 }
 
-int sysmon_slack_back(void) { return before ? prctl(PR_SET_TIMERSLACK, before, 0, 0, 0) : 0; }
+int slack_restore(void) { return before ? prctl(PR_SET_TIMERSLACK, before, 0, 0, 0) : 0; }

@@ -1,4 +1,4 @@
-package wire
+package worker
 
 import (
 	"bytes"
@@ -38,9 +38,9 @@ func WriteSpan(w io.Writer, p *index.Point, out int64, in []byte) error {
 	return err
 }
 
-// ReadSpan receives a span. in is valid until buf is used again. The error is io.EOF if no span
+// readSpan receives a span. in is valid until buf is used again. The error is io.EOF if no span
 // follows.
-func ReadSpan(r io.Reader, buf *bytes.Buffer) (p index.Point, out int64, in []byte, err error) {
+func readSpan(r io.Reader, buf *bytes.Buffer) (p index.Point, out int64, in []byte, err error) {
 	kind, size, err := readHeader(r, maxSpan)
 	if err != nil {
 		return p, 0, nil, err
@@ -60,8 +60,8 @@ func ReadSpan(r io.Reader, buf *bytes.Buffer) (p index.Point, out int64, in []by
 	return p, int64(n), buf.Bytes()[buf.Len()-rest.Len():], nil
 }
 
-// WriteTar answers with the tar of a span.
-func WriteTar(w io.Writer, tar []byte) error {
+// writeTar answers with the tar of a span.
+func writeTar(w io.Writer, tar []byte) error {
 	if _, err := w.Write(frame.AppendHeader(nil, kindTar, len(tar))); err != nil {
 		return err
 	}

@@ -1,4 +1,4 @@
-package wire
+package worker
 
 import (
 	"bytes"
@@ -26,12 +26,12 @@ func TestSpanMessage(t *testing.T) {
 		}
 	}
 	for _, want := range points {
-		p, out, in, err := ReadSpan(&b, &buf)
+		p, out, in, err := readSpan(&b, &buf)
 		if err != nil || !reflect.DeepEqual(p, want) || out != 5000 || string(in) != "in" {
 			t.Errorf("%+v, %d, %q, %v", p, out, in, err)
 		}
 	}
-	if _, _, _, err := ReadSpan(&b, &buf); !errors.Is(err, io.EOF) {
+	if _, _, _, err := readSpan(&b, &buf); !errors.Is(err, io.EOF) {
 		t.Error(err)
 	}
 }
@@ -88,14 +88,14 @@ func FuzzReadSpan(f *testing.F) {
 	f.Add(b.Bytes())
 	f.Fuzz(func(t *testing.T, message []byte) {
 		var buf, again, second bytes.Buffer
-		p, out, in, err := ReadSpan(bytes.NewReader(message), &buf)
+		p, out, in, err := readSpan(bytes.NewReader(message), &buf)
 		if err != nil {
 			return
 		}
 		if err := WriteSpan(&again, &p, out, in); err != nil {
 			t.Fatal(err)
 		}
-		p2, out2, in2, err := ReadSpan(&again, &second)
+		p2, out2, in2, err := readSpan(&again, &second)
 		if err != nil || !reflect.DeepEqual(p, p2) || out != out2 || !bytes.Equal(in, in2) {
 			t.Fatalf("%+v, %d, %d bytes, %v", p2, out2, len(in2), err)
 		}

@@ -1,4 +1,4 @@
-package slots
+package fair
 
 import (
 	"context"
@@ -12,7 +12,7 @@ func TestSlotsLeaveRoomForOtherOwners(t *testing.T) {
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
 	for most, want := range map[int][]int{1: {1, 0}, 2: {1, 1, 0}, 3: {2, 1, 0}, 8: {4, 2, 1, 1, 0}, 64: {32, 16, 8, 4, 2, 1, 1, 0}} {
-		slots := New(most)
+		slots := NewSlots(most)
 		var back []func()
 		for i, n := range want {
 			owner := string(rune('a' + i))
@@ -42,8 +42,10 @@ func TestSlotsLeaveRoomForOtherOwners(t *testing.T) {
 			release()
 		}
 		waiting.Wait()
+		slots.mu.Lock()
 		if slots.free != most || len(slots.by) != 0 {
 			t.Errorf("%d of %d slots have come back; %v", slots.free, most, slots.by)
 		}
+		slots.mu.Unlock()
 	}
 }
