@@ -80,15 +80,17 @@ func (s *Store) outlineIn(ctx context.Context, tmp string, from Source, tar io.R
 	return made, err
 }
 
-// proveBlob is Prove for a layer whose claim is a table of contents: blob is the whole blob, which
-// has the right digest. Besides what Prove compares, it restores the tar from the content that was
-// filled, because the table also says where in the blob each content is.
+// Prove shows that the table of contents of an incomplete layer is true. It unpacks the blob, which
+// has the right digest, and compares tree, length of the data and summary. It does not write the
+// content of files again. It restores the tar from the content that was filled, because the table
+// also says where in the blob each content is. Errors: DataLoss that wraps lazy.ErrWrongIndex if
+// something differs, DataLoss if the blob has no valid layer.
 //
 // The files that it makes replace those of the layer: a table does not have all that a tar has. A
 // crash leaves the old files or the new ones. The next Store proves either again.
-func (s *Store) proveBlob(ctx context.Context, name digest.Digest, blob io.Reader, limits unpack.Limits) error {
+func (s *Store) Prove(ctx context.Context, name digest.Digest, blob io.Reader, limits unpack.Limits) error {
 	info := s.layers.Get(name)
-	if info == nil {
+	if info == nil || s.TOC(name) == nil {
 		return errdefs.NotFound("incomplete layer %s", name)
 	}
 	var made record
@@ -141,6 +143,23 @@ func (s *Store) unpackAgain(ctx context.Context, tmp string, info *Info, blob io
 		return made, err
 	}
 	return s.recordOf(ctx, tmp, info.Source, limits, result, result.TarBytes)
+}
+
+func lies(what string) error {
+	return errdefs.New(codes.DataLoss, "%w: its layer has another %s", lazy.ErrWrongIndex, what)
+}
+
+// sameSize returns DataLoss if two data files have different lengths.
+func sameSize(own, claimed string) error {
+	a, err := os.Stat(own)
+	if err != nil {
+		return err
+	}
+	b, err := os.Stat(claimed)
+	if err == nil && a.Size() != b.Size() {
+		return lies("data file")
+	}
+	return err
 }
 
 // sameTrees returns DataLoss if two layers have different trees. A table of contents can have times
@@ -226,7 +245,7 @@ func takeFiles(own, claimed string) error {
 	if err := os.Remove(filepath.Join(own, dataFile)); err != nil {
 		return err
 	}
-	for _, name := range []string{dataFile, lazy.FilledFile, lazy.BlobFile, claimFile} {
+	for _, name := range []string{dataFile, lazy.FilledFile, lazy.BlobFile, tocFile} {
 		failpoint.Reach("layer.take-file")
 		if err := os.Link(filepath.Join(claimed, name), filepath.Join(own, name)); err != nil {
 			return err
@@ -291,6 +310,3 @@ func (s *Store) replaceFiles(ctx context.Context, tmp string, info Info) error {
 	}
 	return s.trash.Take(tmp, Usage{}) // the old files; all but the tree and the record have another name
 }
-
-// claimsTable reports whether a layer's claim is a table of contents.
-func (l *lazyLayer) claimsTable() bool { return l.claim != nil && l.claim.Table != "" }

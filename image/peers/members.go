@@ -27,8 +27,8 @@ const (
 	maxResolving = 16
 	// maxMembers limits the addresses of all seeds.
 	maxMembers = 10_000
-	// BanTime is how long a peer that sent wrong bytes is not asked.
-	BanTime = time.Hour
+	// banTime is how long a peer that sent wrong bytes is not asked.
+	banTime = time.Hour
 	// pauseTime is how long a peer that did not answer is not asked.
 	pauseTime = 10 * time.Second
 )
@@ -178,14 +178,11 @@ func (m *members) has(address string) bool {
 	return ok
 }
 
-// avoid keeps a member from being asked for a while.
-func (m *members) avoid(address string, d time.Duration) { m.avoidUntil(address, time.Now().Add(d)) }
-
-// avoidUntil keeps a member from being asked until some time. It shortens no longer ban.
-func (m *members) avoidUntil(address string, until time.Time) {
+// avoid keeps a member from being asked for a while. It does not shorten a longer pause.
+func (m *members) avoid(address string, d time.Duration) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if until.After(m.avoided[address]) {
+	if until := time.Now().Add(d); until.After(m.avoided[address]) {
 		m.avoided[address] = until
 	}
 }

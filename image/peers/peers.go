@@ -52,7 +52,7 @@ const (
 	DefaultCallTime = 5 * time.Second
 )
 
-// Tar is the exact tar of a stored layer, or an index.
+// Tar is the exact tar of a stored layer.
 type Tar interface {
 	io.ReaderAt
 	io.Closer
@@ -68,11 +68,6 @@ type Layers interface {
 	HasShared(k Key) bool
 	// SharedLayers returns the keys of all layers that OpenShared opens.
 	SharedLayers() []Key
-	// OpenIndex opens the index of the blob of a layer that OpenShared opens, in a form that peers
-	// understand. The error is NotFound if there is none.
-	OpenIndex(ctx context.Context, k Key) (Tar, error)
-	// HasIndex reports whether OpenIndex would open an index. It is fast.
-	HasIndex(k Key) bool
 }
 
 // Observer receives measurements. Its methods must not block.

@@ -22,12 +22,11 @@ import (
 
 // stock are the layers of a node in memory.
 type stock struct {
-	mu        sync.Mutex // guards layers
-	layers    map[Key][]byte
-	opened    atomic.Int64 // times that a layer was opened
-	closed    atomic.Int64 // and closed
-	noIndexes atomic.Bool
-	broken    atomic.Int64 // reads at this offset and beyond fail; 0: none do
+	mu     sync.Mutex // guards layers
+	layers map[Key][]byte
+	opened atomic.Int64 // times that a layer was opened
+	closed atomic.Int64 // and closed
+	broken atomic.Int64 // reads at this offset and beyond fail; 0: none do
 }
 
 type memoryTar struct {
@@ -60,19 +59,6 @@ func (s *stock) HasShared(k Key) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.layers[k] != nil
-}
-
-// HasIndex implements Layers. A layer with the content "x" has the index "index of x".
-func (s *stock) HasIndex(k Key) bool { return s.HasShared(k) && !s.noIndexes.Load() }
-
-func (s *stock) OpenIndex(_ context.Context, k Key) (Tar, error) {
-	if !s.HasIndex(k) {
-		return nil, errdefs.NotFound("no index of %s", k.Blob)
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.opened.Add(1)
-	return memoryTar{bytes.NewReader(append([]byte("index of "), s.layers[k]...)), s}, nil
 }
 
 func (s *stock) SharedLayers() (keys []Key) {

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -27,7 +28,7 @@ func TestSeveralRangesAreRefused(t *testing.T) {
 		"bytes=0-1,2-3":     http.StatusBadRequest,
 		"bytes=0-0, -1, 5-": http.StatusBadRequest,
 	} {
-		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://"+nodes[0].cfg.Advertise+k.path(layerPath), nil)
+		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://"+nodes[0].cfg.Advertise+k.path(), nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -43,6 +44,32 @@ func TestSeveralRangesAreRefused(t *testing.T) {
 		if response.StatusCode != want {
 			t.Errorf("range %q: status %d, want %d", header, response.StatusCode, want)
 		}
+	}
+}
+
+// A node has no route for indexes of blobs, which earlier builds sent, whatever a member asks.
+func TestIndexesAreNotServed(t *testing.T) {
+	t.Parallel()
+	nodes := newNodes(t, 2, nil)
+	k := testKey("layer")
+	nodes[0].put(k, content(1<<20))
+	path := strings.Replace(k.path(), "/layers/", "/indexes/", 1)
+	for _, method := range []string{http.MethodHead, http.MethodGet, http.MethodPost} {
+		request, err := http.NewRequestWithContext(t.Context(), method, "https://"+nodes[0].cfg.Advertise+path, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		response, err := nodes[1].client.Do(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = response.Body.Close()
+		if response.StatusCode != http.StatusNotFound {
+			t.Errorf("%s: status %d", method, response.StatusCode)
+		}
+	}
+	if n := nodes[0].opened.Load(); n > 0 {
+		t.Errorf("%d layers were opened", n)
 	}
 }
 

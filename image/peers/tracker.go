@@ -49,17 +49,6 @@ func newTracker(now func() time.Time) *tracker {
 	return &tracker{now: now, layers: map[Key]*tracked{}}
 }
 
-// look returns holders of a layer. It changes nothing.
-func (t *tracker) look(k Key, asking string) found {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	l := t.layers[k]
-	if l == nil {
-		return found{}
-	}
-	return found{Holders: t.offered(l, asking)}
-}
-
 // offered returns some holders, and forgets expired ones. The caller holds the lock.
 func (t *tracker) offered(l *tracked, asking string) (holders []string) {
 	now := t.now()
