@@ -19,7 +19,7 @@ func (p *Peers) find(ctx context.Context, q query) (answer found, err error) {
 	err = ErrNone
 	for _, home := range homes(p.members.all(), q.Key, homeCount) {
 		if home == p.cfg.Advertise {
-			return p.tracker.find(q.Key, q.From, q.Gone), nil
+			return p.tracker.find(q.Key, identity{address: q.From}, q.Gone), nil
 		}
 		if !p.members.usable(home) {
 			continue
@@ -169,12 +169,6 @@ func (p *Peers) announceTo(ctx context.Context, home string, a announcement) err
 	if home != p.cfg.Advertise {
 		return p.call(ctx, home, announcePath, a, nil)
 	}
-	for _, k := range a.Keys {
-		if a.Failed {
-			p.tracker.release(k, a.From)
-		} else {
-			p.tracker.hold(k, a.From)
-		}
-	}
+	p.tracker.note(a, "")
 	return nil
 }

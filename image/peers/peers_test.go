@@ -245,7 +245,7 @@ func TestLostHolders(t *testing.T) {
 	k := testKey("layer")
 	for _, address := range []string{nodes[0].cfg.Advertise, nodes[1].cfg.Advertise} { // they have nothing
 		for _, n := range nodes {
-			n.tracker.hold(k, address)
+			n.tracker.hold(k, by(address))
 		}
 	}
 	if _, err := open(t, nodes[2], k); !errors.Is(err, ErrNone) {
@@ -260,7 +260,7 @@ func TestBrokenTransferIsResumedOnce(t *testing.T) {
 	nodes[0].put(k, want)
 	nodes[0].broken.Store(2 << 20)
 	for _, n := range nodes {
-		n.tracker.hold(k, nodes[0].cfg.Advertise)
+		n.tracker.hold(k, by(nodes[0].cfg.Advertise))
 	}
 	d, err := open(t, nodes[1], k)
 	if err != nil {
@@ -288,7 +288,7 @@ func TestUploadsAreLimited(t *testing.T) {
 	k := testKey("layer")
 	nodes[0].put(k, content(64<<20)) // more than the buffers of a connection
 	for _, n := range nodes {
-		n.tracker.hold(k, nodes[0].cfg.Advertise)
+		n.tracker.hold(k, by(nodes[0].cfg.Advertise))
 	}
 	first, err := open(t, nodes[1], k)
 	if err != nil {
@@ -306,7 +306,7 @@ func TestDistrustedPeerIsNotAsked(t *testing.T) {
 	k := testKey("layer")
 	nodes[0].put(k, content(1<<20))
 	for _, n := range nodes {
-		n.tracker.hold(k, nodes[0].cfg.Advertise)
+		n.tracker.hold(k, by(nodes[0].cfg.Advertise))
 	}
 	d, err := open(t, nodes[1], k)
 	if err != nil {
@@ -382,7 +382,7 @@ func TestStrangersAreNotAsked(t *testing.T) {
 		return nil, errBroken
 	})
 	k := testKey("layer")
-	nodes[0].tracker.hold(k, "192.0.2.1:80")
+	nodes[0].tracker.hold(k, by("192.0.2.1:80"))
 	if _, err := open(t, nodes[0], k); !errors.Is(err, ErrNone) || asked.Load() {
 		t.Errorf("got %v; asked %v", err, asked.Load())
 	}

@@ -134,12 +134,20 @@ func parseLayerRequest(r *http.Request) (k Key, wait time.Duration, err error) {
 	return k, wait, nil
 }
 
-// callerOf identifies a peer by its certificate, for fair shares of the limits.
+// callerOf identifies a peer by its certificate, for fair shares of the limits and for leases.
 func callerOf(r *http.Request) string {
-	if r.TLS == nil || len(r.TLS.PeerCertificates) == 0 {
+	if r.TLS == nil {
 		return ""
 	}
-	sum := sha256.Sum256(r.TLS.PeerCertificates[0].Raw)
+	return certificateOf(*r.TLS)
+}
+
+// certificateOf returns the hash of the client's certificate, or "" if there is none.
+func certificateOf(state tls.ConnectionState) string {
+	if len(state.PeerCertificates) == 0 {
+		return ""
+	}
+	sum := sha256.Sum256(state.PeerCertificates[0].Raw)
 	return string(sum[:])
 }
 
@@ -247,7 +255,7 @@ func (p *Peers) serveFind(w http.ResponseWriter, r *http.Request) {
 	if !p.decode(w, r, &q, func() error { return errors.Join(q.Key.Validate(), p.checkMember(q.From)) }) {
 		return
 	}
-	answer := p.tracker.find(q.Key, q.From, q.Gone)
+	answer := p.tracker.find(q.Key, identity{q.From, callerOf(r)}, q.Gone)
 	w.Header().Set("Content-Type", "application/json")
 	if err := json.NewEncoder(w).Encode(answer); err != nil {
 		p.cfg.Log.Debug("answer peer", "peer", q.From, "error", err)
@@ -260,13 +268,7 @@ func (p *Peers) serveAnnounce(w http.ResponseWriter, r *http.Request) {
 	if !p.decode(w, r, &a, func() error { return errors.Join(p.checkMember(a.From), checkKeys(a.Keys)) }) {
 		return
 	}
-	for _, k := range a.Keys {
-		if a.Failed {
-			p.tracker.release(k, a.From)
-		} else {
-			p.tracker.hold(k, a.From)
-		}
-	}
+	p.tracker.note(a, callerOf(r))
 	w.WriteHeader(http.StatusNoContent)
 }
 

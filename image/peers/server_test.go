@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"errors"
 	"io"
-	"net"
 	"net/http"
 	"os"
 	"strings"
@@ -70,29 +69,6 @@ func TestIndexesAreNotServed(t *testing.T) {
 	}
 	if n := nodes[0].opened.Load(); n > 0 {
 		t.Errorf("%d layers were opened", n)
-	}
-}
-
-// Connections of strangers count, too. One beyond the limit waits.
-func TestConnectionsAreLimited(t *testing.T) {
-	t.Parallel()
-	nodes := newNodes(t, 2, func(i int, cfg *Config) {
-		if i == 0 {
-			cfg.MaxConnections = 1
-		} else {
-			cfg.CallTime = 50 * time.Millisecond
-		}
-	})
-	nodes[0].client.CloseIdleConnections()
-	stranger, err := net.Dial("tcp", nodes[0].cfg.Advertise)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer stranger.Close()
-	k := testKey("layer")
-	nodes[0].put(k, content(1<<20))
-	if _, err := openAt(t, nodes[1], k, nodes[0].cfg.Advertise); err == nil {
-		t.Error("a second connection is served")
 	}
 }
 
@@ -194,7 +170,7 @@ func TestUploadBandwidth(t *testing.T) {
 	k, want := testKey("layer"), content(2<<20)
 	nodes[0].put(k, want)
 	for _, n := range nodes {
-		n.tracker.hold(k, nodes[0].cfg.Advertise)
+		n.tracker.hold(k, by(nodes[0].cfg.Advertise))
 	}
 	if got, err := fetchAll(t, nodes[1], k); err != nil || !bytes.Equal(got, want) {
 		t.Errorf("%d bytes, %v", len(got), err)
