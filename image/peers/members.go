@@ -44,8 +44,9 @@ type members struct {
 	ready    chan struct{} // closed after the first resolution
 	isReady  sync.Once
 
-	mu      sync.Mutex // guards the fields below
-	known   []string   // sorted; self is among them
+	mu      sync.Mutex      // guards the fields below
+	known   []string        // sorted; self is among them
+	hosts   map[string]bool // their IP addresses
 	avoided map[string]time.Time
 }
 
@@ -101,6 +102,12 @@ func (m *members) refresh(ctx context.Context) {
 		}
 	}
 	m.known = slices.Sorted(maps.Keys(found))
+	m.hosts = map[string]bool{}
+	for _, a := range m.known {
+		if host, _, err := net.SplitHostPort(a); err == nil {
+			m.hosts[host] = true
+		}
+	}
 	m.isReady.Do(func() { close(m.ready) })
 }
 
@@ -176,6 +183,18 @@ func (m *members) all() []string {
 func (m *members) has(address string) bool {
 	_, ok := slices.BinarySearch(m.all(), address)
 	return ok
+}
+
+// hasHost reports whether a connection comes from the IP address of a member.
+func (m *members) hasHost(from net.Addr) bool {
+	tcp, ok := from.(*net.TCPAddr)
+	if !ok {
+		return false
+	}
+	host := tcp.AddrPort().Addr().Unmap().WithZone("").String()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.hosts[host]
 }
 
 // avoid keeps a member from being asked for a while. It does not shorten a longer pause.
