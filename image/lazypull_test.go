@@ -258,7 +258,7 @@ func TestPullCreatesLayerLazily(t *testing.T) {
 	}
 }
 
-// A node never uses the index of another one: it fetches the layer whole, from the peer that has it.
+// A node never uses the index of another one: it fetches the whole layer from the peer that has it.
 func TestIndexOfPeerIsNotUsed(t *testing.T) {
 	w := newLazyRegistry(t)
 	w.cfg = lazyConfig(t, LazyOn)

@@ -189,7 +189,7 @@ func mayBeIndexes(err error) bool {
 	return errors.Is(err, tree.ErrMalformed) || errors.Is(err, layer.ErrTooLarge)
 }
 
-// avoidTables keeps tables of contents from being used again with which a pull has failed, after the
+// avoidTables keeps the tables of contents with which a pull has failed from being used again. The
 // same image could be fetched whole.
 func (s *Store) avoidTables(img *registry.Image, decided []lazyDecision) {
 	for i, d := range decided {

@@ -68,8 +68,8 @@ func chainsOf(spec *state.ContainerSpec) [][]digest.Digest {
 	return chains
 }
 
-// killIfUnusable kills a container that has started on a layer that cannot be completed: the layer's
-// table of contents may be wrong.
+// killIfUnusable kills a container that has started on a layer that cannot be completed: the table
+// of contents of the layer may be wrong.
 func (m *Manager) killIfUnusable(c lockedContainer) {
 	if err := m.layersUsable(c.ContainerSpec); err != nil {
 		m.killWrong(c.container, err.Error())

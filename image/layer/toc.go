@@ -119,21 +119,21 @@ func (s *Store) unpackAgain(ctx context.Context, tmp string, info *Info, blob io
 	if result.Digest != info.DiffID {
 		return made, errdefs.New(codes.DataLoss, "its tar has the digest %s", result.Digest)
 	}
-	claimed := s.incompleteDir(info.Name)
+	described := s.incompleteDir(info.Name)
 	if result.Opaque != info.Opaque || result.Whiteouts != info.Whiteouts {
 		return made, lies("summary")
 	}
 	treeNow, err := s.merger.TreeDigest(ctx, tmp, limits.WithDefaults().Memory)
 	if err == nil {
-		err = sameSize(filepath.Join(tmp, dataFile), filepath.Join(claimed, dataFile))
+		err = sameSize(filepath.Join(tmp, dataFile), filepath.Join(described, dataFile))
 	}
 	if err == nil && treeNow != info.Tree {
-		err = sameTrees(tmp, claimed)
+		err = sameTrees(tmp, described)
 	}
 	if err != nil {
 		return made, err
 	}
-	if err := takeFiles(tmp, claimed); err != nil {
+	if err := takeFiles(tmp, described); err != nil {
 		return made, err
 	}
 	if err := s.restores(ctx, tmp, info.DiffID, result.TarBytes); err != nil {
@@ -150,12 +150,12 @@ func lies(what string) error {
 }
 
 // sameSize returns DataLoss if two data files have different lengths.
-func sameSize(own, claimed string) error {
+func sameSize(own, described string) error {
 	a, err := os.Stat(own)
 	if err != nil {
 		return err
 	}
-	b, err := os.Stat(claimed)
+	b, err := os.Stat(described)
 	if err == nil && a.Size() != b.Size() {
 		return lies("data file")
 	}
@@ -164,9 +164,9 @@ func sameSize(own, claimed string) error {
 
 // sameTrees returns DataLoss if two layers have different trees. A table of contents can have times
 // in whole seconds only.
-func sameTrees(own, claimed string) error {
+func sameTrees(own, described string) error {
 	var roots [2]*tree.Node
-	for i, dir := range []string{own, claimed} {
+	for i, dir := range []string{own, described} {
 		f, err := os.Open(filepath.Join(dir, treeFile))
 		if err != nil {
 			return err
@@ -179,7 +179,7 @@ func sameTrees(own, claimed string) error {
 		most := tree.Limit{Bytes: maxOutlineTree, Memory: maxComparedTree, Blocks: st.Size() / tree.BlockSize}
 		roots[i], _, err = tree.Decode(f, 0, most)
 		if errors.Is(err, tree.ErrTooLarge) {
-			return lies("tree") // the claimed one was within the limits
+			return lies("tree") // the described one was within the limits
 		}
 		if err != nil {
 			return fmt.Errorf("tree of the layer: %w", err)
@@ -193,12 +193,12 @@ func sameTrees(own, claimed string) error {
 
 // sameNodes compares trees. pairs are the nodes that were compared, of both trees: a file can have
 // several names.
-func sameNodes(own, claimed *tree.Node, pairs map[*tree.Node]*tree.Node) bool {
-	if pairs[own] != nil || pairs[claimed] != nil {
-		return pairs[own] == claimed && pairs[claimed] == own
+func sameNodes(own, described *tree.Node, pairs map[*tree.Node]*tree.Node) bool {
+	if pairs[own] != nil || pairs[described] != nil {
+		return pairs[own] == described && pairs[described] == own
 	}
-	pairs[own], pairs[claimed] = claimed, own
-	a, b := *own, *claimed
+	pairs[own], pairs[described] = described, own
+	a, b := *own, *described
 	if !sameTime(&a, &b) || len(a.Children) != len(b.Children) || !slices.Equal(a.Xattrs, b.Xattrs) ||
 		!bytes.Equal(a.Data.Holes, b.Data.Holes) {
 		return false
@@ -213,16 +213,16 @@ func sameNodes(own, claimed *tree.Node, pairs map[*tree.Node]*tree.Node) bool {
 		a.Data.Size == b.Data.Size && a.Data.Block == b.Data.Block && a.Data.ChunkBits == b.Data.ChunkBits
 }
 
-// sameTime reports whether a claimed time is right, or is rounded to seconds.
-func sameTime(own, claimed *tree.Node) bool {
-	a, b := time.Unix(own.Sec, int64(own.Nsec)), time.Unix(claimed.Sec, int64(claimed.Nsec))
-	return a.Equal(b) || claimed.Nsec == 0 && a.Sub(b).Abs() < time.Second
+// sameTime reports whether a described time is right, or is rounded to seconds.
+func sameTime(own, described *tree.Node) bool {
+	a, b := time.Unix(own.Sec, int64(own.Nsec)), time.Unix(described.Sec, int64(described.Nsec))
+	return a.Equal(b) || described.Nsec == 0 && a.Sub(b).Abs() < time.Second
 }
 
 // takeFiles links the content and the files of package lazy of an incomplete layer into another
 // directory, with an index that fits the other files there.
-func takeFiles(own, claimed string) error {
-	x, _, err := readLazy(claimed)
+func takeFiles(own, described string) error {
+	x, _, err := readLazy(described)
 	if err != nil {
 		return err
 	}
@@ -247,7 +247,7 @@ func takeFiles(own, claimed string) error {
 	}
 	for _, name := range []string{dataFile, lazy.FilledFile, lazy.BlobFile, tocFile} {
 		failpoint.Reach("layer.take-file")
-		if err := os.Link(filepath.Join(claimed, name), filepath.Join(own, name)); err != nil {
+		if err := os.Link(filepath.Join(described, name), filepath.Join(own, name)); err != nil {
 			return err
 		}
 	}

@@ -49,8 +49,8 @@ func writeTOC(dir string, toc *TOC) error {
 	return err
 }
 
-// readTOC returns the TOC of an incomplete layer, or nil if this node has made its index. If another
-// node has made it, the error is errOfNode.
+// readTOC returns the TOC of an incomplete layer, or nil if this node has made its index. If
+// another node has made it, the error is errOfNode.
 func readTOC(dir string) (*TOC, error) {
 	f, err := os.Open(filepath.Join(dir, tocFile))
 	if errors.Is(err, fs.ErrNotExist) {

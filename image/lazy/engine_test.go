@@ -480,7 +480,8 @@ func (o *ordered) Range(ctx context.Context, offset, size int64) (io.ReadCloser,
 	return o.Source.Range(ctx, offset, size)
 }
 
-// An index of chunks is proven before its layer is complete. A proof that fails is tried again. One that cannot be made within some attempts, or shows a lie, ends the layer.
+// An index of chunks is proven before its layer is complete. A proof that fails is tried again. One
+// that cannot be made within some attempts, or shows a lie, ends the layer.
 func TestProof(t *testing.T) {
 	for name, test := range map[string]struct {
 		failures int // before the result

@@ -29,8 +29,8 @@
 // Everything that a peer sends is limited in size, count and time. Connections, waiting requests
 // and uploads have limits, and peers with different certificates share them fairly. Uploads also
 // have a limit of their bandwidth. A connection counts after its TLS handshake, so a stranger takes
-// no place of a peer. Handshakes have limits of their own (see memberListener). The right to fetch a
-// layer belongs to an address and a certificate.
+// no place of a peer. Handshakes have limits of their own (see memberListener). The right to fetch
+// a layer belongs to an address and a certificate.
 //
 // A slow peer costs a pull little: a Search without progress ends after Config.Patience, and a
 // transfer on either side ends if it is slower than leastRate for Config.Stall.
