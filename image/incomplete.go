@@ -1,7 +1,6 @@
 package image
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -27,9 +26,10 @@ import (
 
 // Policies of LazyConfig.
 const (
-	LazyOff     = "off"     // pulls fetch whole layers
-	LazyIndexed = "indexed" // pulls create layers from indexes that this node has made or proven
-	LazyAll     = "all"     // and from those of peers and tables of contents, which are proven afterwards
+	LazyOff = "off" // pulls fetch whole layers
+	// LazyOn: pulls create layers from indexes that this node has made, and from tables of contents
+	// that the manifest names by their digests.
+	LazyOn = "on"
 )
 
 // LazyConfig configures layers that containers use before they are complete. See package lazy.
@@ -39,8 +39,6 @@ type LazyConfig struct {
 	MinTime  time.Duration // and so is one that takes less time at the speed of recent pulls
 	Stall    time.Duration // longest wait of a reader; 0: the default of package lazy
 	Memory   int64         // bytes of all parts that are being filled; 0: the default of package lazy
-	Ask      time.Duration // limit of a pull's questions for indexes of peers; 0: askTime
-	Transfer time.Duration // limit of the transfer of one; 0: transferTime
 	// Inflate starts a process that decompresses parts of a blob, whose tar has tarSize bytes.
 	Inflate func(kind blobindex.Compression, tarSize int64) (lazy.Inflater, error)
 	// Kept are the files of lazy.Engine.Keep of an earlier daemon, which has ended; or nil. Open
@@ -63,12 +61,11 @@ type incompleteLayers struct {
 	cfg      LazyConfig
 	observer Observer
 	log      *slog.Logger
-	engine   *lazy.Engine   // nil: the kernel cannot, or nothing needs it
-	store    *Store         // set before the Engine starts
-	layers   *layer.Store   // of the EROFS driver; set with engine
-	life     *task.Lifetime // of goroutines that handle ended layers
-	// unloaded are the claims of layers that could not be loaded, until start.
-	unloaded map[digest.Digest]*layer.Claim
+	engine   *lazy.Engine    // nil: the kernel cannot, or nothing needs it
+	store    *Store          // set before the Engine starts
+	layers   *layer.Store    // of the EROFS driver; set with engine
+	life     *task.Lifetime  // of goroutines that handle ended layers
+	unloaded []digest.Digest // unproven layers that could not be loaded, until start
 
 	mu        sync.Mutex // guards the fields below
 	sources   map[digest.Digest]*blobSource
@@ -79,7 +76,6 @@ func newIncompleteLayers(cfg LazyConfig, observer Observer, log *slog.Logger) *i
 	if cfg.Policy == "" {
 		cfg.Policy = LazyOff
 	}
-	cfg.Ask, cfg.Transfer = cmp.Or(cfg.Ask, askTime), cmp.Or(cfg.Transfer, transferTime)
 	if cfg.Stall <= 0 {
 		cfg.Stall = lazy.DefaultStall
 	}
@@ -137,8 +133,8 @@ func (z *incompleteLayers) dropKept() (failed error) {
 
 // parts returns what the layer store needs.
 func (z *incompleteLayers) parts() layer.Lazy {
-	fill := func(from layer.Source, x *blobindex.Index, claim *layer.Claim) layer.Filler {
-		return z.filler(z.source(from, x.BlobSize), from, x, claim)
+	fill := func(from layer.Source, x *blobindex.Index, toc *layer.TOC) layer.Filler {
+		return z.filler(z.source(from, x.BlobSize), from, x, toc)
 	}
 	return layer.Lazy{Engine: z.engine, Done: z.ended, Fill: fill}
 }
@@ -146,8 +142,8 @@ func (z *incompleteLayers) parts() layer.Lazy {
 // start begins to fill the layers. The Store is complete.
 func (z *incompleteLayers) start(s *Store) {
 	z.store = s
-	for name, claim := range z.unloaded {
-		s.distrustUnloaded(name, claim)
+	for _, name := range z.unloaded {
+		s.endUnloaded(name)
 	}
 	z.unloaded = nil
 	for _, name := range z.names() {
@@ -161,14 +157,9 @@ func (z *incompleteLayers) start(s *Store) {
 // prefer makes a layer's parts that processes have waited for earlier the first ones to be fetched.
 func (z *incompleteLayers) prefer(name digest.Digest) {
 	l, src := z.get(name), z.known(name)
-	if l == nil || src == nil {
-		return
+	if l != nil && src != nil && z.layers.TOC(name) == nil { // the spans of a table are not those of an own index
+		l.Prefer(z.store.indexer.store.Profile(src.blob.Digest))
 	}
-	if claim := z.layers.Claimed(name); claim != nil {
-		l.Prefer(claim.Profile)
-		return
-	}
-	l.Prefer(z.store.indexer.store.Profile(src.blob.Digest))
 }
 
 // close ends the filling. The layer store is closed.
@@ -259,11 +250,11 @@ func (z *incompleteLayers) forget(name digest.Digest) {
 }
 
 func (z *incompleteLayers) filler(src *blobSource, from layer.Source, x *blobindex.Index,
-	claim *layer.Claim) layer.Filler {
+	toc *layer.TOC) layer.Filler {
 	kind, tarSize := x.Kind, x.TarSize // not x, which has tree and record
 	f := layer.Filler{Source: src, Inflater: func() (lazy.Inflater, error) { return z.cfg.Inflate(kind, tarSize) }}
-	if claim != nil {
-		f.Prove = z.prover(from, x, claim)
+	if toc != nil {
+		f.Prove = z.prover(from, x.BlobSize, toc)
 	}
 	return f
 }
@@ -277,29 +268,26 @@ func (z *incompleteLayers) get(name digest.Digest) *lazy.Layer {
 }
 
 // ended is layer.Lazy.Done. It is called by the layer store, so the work is done elsewhere.
-func (z *incompleteLayers) ended(from layer.Source, l *lazy.Layer, claim *layer.Claim, err error) {
+func (z *incompleteLayers) ended(from layer.Source, l *lazy.Layer, toc *layer.TOC, err error) {
 	z.life.Spawn(func() {
-		handle := func() error { return z.handleEnd(from, l, claim, err) }
+		handle := func() error { return z.handleEnd(from, l, toc, err) }
 		if failed := task.Guard(z.log, "end the filling", "layer "+from.DiffID.String(), handle); failed != nil {
 			z.log.Warn("handle the end of an incomplete layer", "layer", from.DiffID, "error", failed)
 		}
 	})
 }
 
-func (z *incompleteLayers) handleEnd(from layer.Source, l *lazy.Layer, claim *layer.Claim, err error) error {
+func (z *incompleteLayers) handleEnd(from layer.Source, l *lazy.Layer, toc *layer.TOC, err error) error {
 	z.forget(from.Name())
-	if err != nil && claim != nil {
-		z.store.distrust(from, claim, err) // first: the rest may wait for the disk
-		if claim.Table == "" {
-			z.store.suspect(from.Blob, l.States(), claim, err)
-		}
+	if err != nil && toc != nil {
+		z.store.rejectTable(from, toc.Name, err) // first: the rest may wait for the disk
 	}
 	if err != nil {
 		return z.store.quarantine(z.life.Context(), from)
 	}
 	z.log.Info("layer is complete", "layer", from.DiffID, "blob", from.Blob)
 	z.store.announce(from)
-	if claim != nil && claim.Table != "" {
+	if toc != nil {
 		return nil // the spans are not those of an index that this node has
 	}
 	return z.store.indexer.store.AddProfile(from.Blob, l.Faulted())

@@ -39,9 +39,7 @@ type indexer struct {
 	queue chan noted
 	left  atomic.Int64               // indexes that are queued or being made
 	span  func(blobSize int64) int64 // index.SpanFor
-	// verified gets the states of each blob that a pull has verified.
-	verified func(blob digest.Digest, states []blobindex.State)
-	life     *task.Lifetime // of its goroutine
+	life  *task.Lifetime             // of its goroutine
 }
 
 // noted is what a pull has noted of a blob.
@@ -61,7 +59,7 @@ func (s *Store) openIndexes() error {
 		return err
 	}
 	x := &indexer{store: store, log: s.log, queue: make(chan noted, maxNoted), life: task.NewLifetime(),
-		span: blobindex.SpanFor, verified: s.settleSuspect}
+		span: blobindex.SpanFor}
 	x.life.Spawn(func() { x.run(x.life.Context()) })
 	s.indexer = x
 	return nil
@@ -80,10 +78,14 @@ func (s *Store) Indexes() (n int, bytes int64) { return s.indexer.store.Usage() 
 // their layers cannot be lazy.
 func (s *Store) DropIndexes() (freed int64, err error) { return s.indexer.store.Clear() }
 
+// mayHaveIndex reports whether nodes make indexes of such a layer.
+func mayHaveIndex(l registry.Layer) bool {
+	return l.File == "" && l.Blob.Size >= minIndexed && l.Blob.Digest.Algorithm() == digest.SHA256
+}
+
 // begin returns the file for the points of a layer's blob, or nil if the layer needs no index.
 func (x *indexer) begin(store *layer.Store, l registry.Layer) layer.Points {
-	if !x.store.Enabled() || store.Kind() != rootfs.EROFS || l.File != "" || l.Blob.Size < minIndexed ||
-		l.Blob.Digest.Algorithm() != digest.SHA256 || x.store.Has(l.Blob.Digest) {
+	if !x.store.Enabled() || store.Kind() != rootfs.EROFS || !mayHaveIndex(l) || x.store.Has(l.Blob.Digest) {
 		return layer.Points{}
 	}
 	f, err := x.store.NewFile()
@@ -107,7 +109,6 @@ func (x *indexer) end(store *layer.Store, from string, l registry.Layer, points 
 	if err == nil {
 		var states []blobindex.State
 		if states, err = blob.States(); err == nil {
-			x.verified(l.Blob.Digest, states)
 			x.left.Add(1)
 			select {
 			case x.queue <- noted{store, from, sourceOf(l), l.Blob.Size, points.File, states}:

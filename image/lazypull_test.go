@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -22,6 +23,7 @@ import (
 	"berth/image/archive"
 	"berth/image/lazy"
 	blobindex "berth/image/lazy/index"
+	"berth/image/lazy/toc/toctest"
 	"berth/image/peers"
 	"berth/image/registry/registrytest"
 	"berth/image/unpack/inflate"
@@ -32,7 +34,7 @@ import (
 
 func TestDecideLazy(t *testing.T) {
 	t.Parallel()
-	good := lazyFacts{policy: LazyIndexed, driver: rootfs.EROFS, works: true, indexed: true, served: true, missing: 10, least: 10}
+	good := lazyFacts{policy: LazyOn, driver: rootfs.EROFS, works: true, indexed: true, served: true, missing: 10, least: 10}
 	for _, c := range []struct {
 		name   string
 		change func(*lazyFacts)
@@ -44,8 +46,7 @@ func TestDecideLazy(t *testing.T) {
 		{"old kernel", func(f *lazyFacts) { f.works = false }, "kernel"},
 		{"pinned", func(f *lazyFacts) { f.pinned = true }, "pinned"},
 		{"no index", func(f *lazyFacts) { f.indexed = false }, "no index"},
-		{"no index on any node", func(f *lazyFacts) { f.indexed, f.policy = false, LazyAll }, "no index"},
-		{"index of a peer", func(f *lazyFacts) { f.indexed, f.served, f.peer = false, false, true }, ""},
+		{"table of contents", func(f *lazyFacts) { f.indexed, f.served, f.table = false, false, true }, ""},
 		{"another registry", func(f *lazyFacts) { f.served = false }, "another registry"},
 		{"small", func(f *lazyFacts) { f.least++ }, "lazy.min_bytes"},
 		{"fast", func(f *lazyFacts) { f.leastTime, f.estimate = 2*time.Second, 1999*time.Millisecond }, "lazy.min_time"},
@@ -97,7 +98,7 @@ type lazyWorld struct {
 func newLazyWorld(t *testing.T) *lazyWorld {
 	t.Helper()
 	w := newLazyRegistry(t)
-	w.cfg = lazyConfig(t, LazyIndexed)
+	w.cfg = lazyConfig(t, LazyOn)
 	w.s = openStore(t, w.cfg)
 	w.needEngine(t)
 	w.forget(t)
@@ -118,7 +119,7 @@ func newLazyRegistry(t *testing.T) *lazyWorld {
 func lazyConfig(t *testing.T, policy string) Config {
 	t.Helper()
 	cfg := indexConfig(t)
-	cfg.Lazy = LazyConfig{Policy: policy, Stall: 2 * time.Second, Ask: time.Minute, Transfer: time.Minute,
+	cfg.Lazy = LazyConfig{Policy: policy, Stall: 2 * time.Second,
 		Inflate: func(kind blobindex.Compression, _ int64) (lazy.Inflater, error) { return ownInflater(kind), nil }}
 	return cfg
 }
@@ -254,6 +255,99 @@ func TestPullCreatesLayerLazily(t *testing.T) {
 				t.Errorf("shared %v", w.s.SharedLayers())
 			}
 		})
+	}
+}
+
+// A node never uses the index of another one: it fetches the whole layer from the peer that has it.
+func TestIndexOfPeerIsNotUsed(t *testing.T) {
+	w := newLazyRegistry(t)
+	w.cfg = lazyConfig(t, LazyOn)
+	nodes := peerNodesOf(t, 2, func(i int) Config { return []Config{indexConfig(t), w.cfg}[i] }, nil)
+	w.s = nodes[1]
+	w.needEngine(t)
+	pull(t, nodes[0], w.ref)
+	indexOf(t, nodes[0], w.layer)
+	l := []registrytest.Layer{w.layer}
+	before := blobRequests(w.reg, l)
+	pull(t, w.s, w.ref)
+	if w.incomplete(t) != nil {
+		t.Error("the layer is incomplete")
+	}
+	if n := blobRequests(w.reg, l) - before; n > 0 {
+		t.Errorf("%d requests for the blob at the registry: the layer does not come from the peer", n)
+	}
+	w.check(t)
+}
+
+// An incomplete layer that is not proven and that a daemon does not load any more costs its
+// containers and images. Layers with indexes of other nodes, which earlier versions of berth left,
+// are among them. The next start kills the containers again, in case the daemon ended before. When
+// the image was pulled again, its containers are not killed.
+func TestUnprovenLayerIsNotUsed(t *testing.T) {
+	table := func(t *testing.T) *lazyWorld {
+		return &newTableWorld(t, "eStargz", LazyOn, toctest.Options{}).lazyWorld
+	}
+	for name, test := range map[string]struct {
+		world func(t *testing.T) *lazyWorld
+		spoil func(dir string) error
+	}{
+		"damaged index": {table, func(dir string) error { return os.Truncate(filepath.Join(dir, "index"), 3) }},
+		"damaged TOC":   {table, func(dir string) error { return os.Truncate(filepath.Join(dir, "claim"), 3) }},
+		"index of another node": {newLazyWorld, func(dir string) error {
+			claim := []byte(`{"peer":"192.0.2.1:80","registry":"r.test","profile":[1]}`)
+			return os.WriteFile(filepath.Join(dir, "claim"), claim, 0o600)
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := test.world(t)
+			release := w.hold()
+			img := pull(t, w.s, w.ref)
+			layer := img.Layers[0]
+			if w.incomplete(t) == nil {
+				t.Fatal("the layer is complete")
+			}
+			_, err := w.s.Hold("container", img.Layers)
+			testutil.Must(t, err)
+			testutil.Must(t, w.s.Close())
+			release()
+			testutil.Must(t, test.spoil(filepath.Join(w.cfg.Root, erofsDir, lazyDir, layer.Encoded())))
+			for range 2 {
+				w.s = openUnsettled(t, w.cfg, io.Discard)
+				var killed []digest.Digest
+				w.s.OnWrongFiles(func(layer digest.Digest, reason string) {
+					killed = append(killed, layer)
+					if !strings.Contains(reason, "may have been wrong") {
+						t.Error(reason)
+					}
+				})
+				if !slices.Equal(killed, []digest.Digest{layer}) {
+					t.Errorf("killed %v", killed)
+				}
+				if _, err := w.s.Get(img.ID); err == nil {
+					t.Error("the image exists")
+				}
+				testutil.Must(t, w.s.Close())
+			}
+			w.s = openUnsettled(t, w.cfg, io.Discard)
+			pull(t, w.s, w.ref)
+			testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+			testutil.Must(t, w.s.Close())
+			w.s = openUnsettled(t, w.cfg, io.Discard)
+			w.s.OnWrongFiles(func(layer digest.Digest, _ string) { t.Errorf("killed %s after the image was pulled again", layer) })
+		})
+	}
+}
+
+// Layers that are found before the function is set are not lost.
+func TestWrongFilesBeforeTheirUser(t *testing.T) {
+	var w wrongFiles
+	layer := digest.FromString("layer")
+	w.add(layer, "it lied")
+	got := map[digest.Digest]string{}
+	w.set(func(layer digest.Digest, reason string) { got[layer] = reason })
+	w.add(digest.FromString("second"), "it lied, too")
+	if len(got) != 2 || got[layer] != "it lied" {
+		t.Error(got)
 	}
 }
 

@@ -26,7 +26,7 @@ type LazyLayer struct {
 	Incomplete bool          `json:"incomplete"`         // parts of its content are not there yet
 	Fetched    int64         `json:"fetched,omitempty"`  // bytes of the blob of an incomplete layer
 	Size       int64         `json:"size,omitempty"`     // of that blob
-	Unproven   string        `json:"unproven,omitempty"` // where its index is from, until it is proven: a node, or the blob itself
+	Unproven   string        `json:"unproven,omitempty"` // what its index was made of, until that is proven: the table of contents
 	Error      string        `json:"error,omitempty"`    // why it cannot be completed
 	// FailedReads are reads that failed with EIO since the start, mostly because no host served the
 	// content in time. LastFailedRead is the time of the last one.
@@ -60,11 +60,8 @@ func (s *Store) LazyStatus(img *Image) *LazyImage {
 		if incomplete != nil {
 			l.Incomplete = true
 			l.Fetched, l.Size = incomplete.Progress()
-			if claim := s.incomplete.layers.Claimed(name); claim != nil {
-				l.Unproven = claim.Peer
-				if claim.Table != "" {
-					l.Unproven = "table of contents in the blob"
-				}
+			if s.incomplete.layers.TOC(name) != nil {
+				l.Unproven = "table of contents in the blob"
 			}
 			status.Fetched, status.Size = status.Fetched+l.Fetched, status.Size+l.Size
 			if err := incomplete.Err(); err != nil {

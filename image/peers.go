@@ -20,10 +20,7 @@ import (
 )
 
 // UsePeers makes pulls ask other nodes for layers. The caller closes p before the Store.
-func (s *Store) UsePeers(p *peers.Peers) {
-	s.peers.Store(p)
-	s.distrusted.use(p)
-}
+func (s *Store) UsePeers(p *peers.Peers) { s.peers.Store(p) }
 
 // HasShared implements peers.Layers.
 func (s *Store) HasShared(k peers.Key) bool {
@@ -140,9 +137,6 @@ func (s *Store) fromPeer(ctx context.Context, p *peers.Peers, store *layer.Store
 	k peers.Key, received *transfer) error {
 	ctx, span := trace.Nest(ctx, "ask peers")
 	defer span.End()
-	if s.suspects.has(l.Blob.Digest) {
-		return fmt.Errorf("%w: the blob is needed, to compare it with an index", errNoPeer)
-	}
 	if !s.hasBlob(ctx, a.repo, l) {
 		return fmt.Errorf("%w: the registry does not confirm it", errNoPeer)
 	}
@@ -163,7 +157,6 @@ func (s *Store) fromPeer(ctx context.Context, p *peers.Peers, store *layer.Store
 		}
 		if tar.sentWrong(err) {
 			tar.Distrust()
-			s.distrusted.ban(p, tar.Address())
 		}
 		if tar != nil {
 			search.Exclude(tar.Address())

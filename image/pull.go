@@ -168,7 +168,7 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	ref := repo.Reference()
 	plan := s.planLazy(ctx, s.layers.storeFor(distinct(layersOf(img))), img, repo)
 	added, err := s.fetchBy(ctx, a, img, plan, tracks)
-	unusable := mayBeIndexes(err) && plan.usesClaims()
+	unusable := mayBeIndexes(err) && plan.usesTables()
 	if errors.Is(err, errFailedLayer) || unusable {
 		s.log.Warn("image is fetched whole", "image", ref.String(), "error", err)
 		before := plan.layers
@@ -178,7 +178,7 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 		}
 		added, err = s.fetchBy(ctx, a, img, plan, tracks)
 		if err == nil && unusable {
-			s.distrustPlan(plan.store, img, before)
+			s.avoidTables(img, before)
 		}
 	}
 	return added, err
@@ -189,20 +189,12 @@ func mayBeIndexes(err error) bool {
 	return errors.Is(err, tree.ErrMalformed) || errors.Is(err, layer.ErrTooLarge)
 }
 
-// distrustPlan acts on indexes that were not proven and with which a pull has failed, after the
-// same image could be fetched whole. It bans each peer whose tree differs from the layer's, and
-// uses none of the tables of contents again.
-func (s *Store) distrustPlan(store *layer.Store, img *registry.Image, decided []lazyDecision) {
+// avoidTables keeps the tables of contents with which a pull has failed from being used again. The
+// same image could be fetched whole.
+func (s *Store) avoidTables(img *registry.Image, decided []lazyDecision) {
 	for i, d := range decided {
 		if d.lazily && d.table {
 			s.falseTables.add(img.Layers[i].Blob.Digest, tableOf(img.Layers[i]))
-		}
-		if d.claimed == "" {
-			continue
-		}
-		info, err := store.Info(sourceOf(img.Layers[i]).Name())
-		if err == nil && !info.Incomplete && info.Tree != d.claimed {
-			s.distrusted.ban(s.peers.Load(), d.peer)
 		}
 	}
 }
@@ -342,7 +334,7 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 		return s.usePresent(ctx, a, l, plan, track)
 	}
 	if plan.isLazy(store, i) {
-		created, err := s.getLazily(ctx, store, a, l, &plan.layers[i])
+		created, err := s.getLazily(ctx, store, a, l, plan.layers[i])
 		if errors.Is(err, layer.ErrThere) {
 			return s.usePresent(ctx, a, l, plan, track)
 		}
@@ -352,7 +344,7 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 		}
 		if created {
 			track.set(LayerLazy)
-			return s.awaitForeign(ctx, a, l, plan) // another pull may have created it, with a claim
+			return s.useIncomplete(ctx, a, l, plan) // another pull may have created it, from a table
 		}
 	} else if reason := plan.layers[i].reason; s.incomplete.cfg.Policy != LazyOff {
 		s.incomplete.decided(name, "fetched whole: "+reason)
@@ -364,7 +356,7 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 	if err != nil || store != plan.store { // the layer in another store is whole
 		return err
 	}
-	return s.awaitForeign(ctx, a, l, plan)
+	return s.useIncomplete(ctx, a, l, plan)
 }
 
 // share downloads a layer with run, or waits for another pull's download of the same layer. If the

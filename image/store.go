@@ -87,11 +87,10 @@ type Store struct {
 
 	indexer     *indexer // of blobs
 	incomplete  *incompleteLayers
-	peerIndexes chan struct{} // a slot for each index that comes from a peer, or from a table of contents
+	tables      chan struct{} // a slot for each table of contents that is being read
 	falseTables falseTables
 	rates       rates // tell lazy pulls how long a whole pull would take
-	distrusted  distrusted
-	suspects    suspects
+	wrongFiles  wrongFiles
 
 	refs     *layerRefs
 	flights  *flights
@@ -133,9 +132,6 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 	}
 	if s.signatures, err = openSignatures(cfg.Root, cfg.Trust, log); err != nil {
 		return nil, err
-	}
-	if err := s.distrusted.open(cfg.Root, log); err != nil {
-		log.Warn("bans of peers end with this daemon", "error", err)
 	}
 	if err := s.load(); err != nil {
 		return nil, err
@@ -181,15 +177,15 @@ func newStore(
 		writing: make(chan struct{}, 1),
 		stale:   map[string]bool{},
 
-		peerIndexes: make(chan struct{}, parallelIndexes),
-		finished:    newFinished(),
-		refs:        newLayerRefs(),
-		flights:     newFlights(ctx, log),
-		slots:       fair.NewSlots(cfg.MaxUnpacking),
-		memory:      newWorkMemory(cfg.WorkMemory, cfg.MergeMemory, cfg.MaxUnpacking),
-		governor:    newGovernor(cfg.Governor, log),
-		ctx:         ctx,
-		shutdown:    cancel,
+		tables:   make(chan struct{}, parallelTables),
+		finished: newFinished(),
+		refs:     newLayerRefs(),
+		flights:  newFlights(ctx, log),
+		slots:    fair.NewSlots(cfg.MaxUnpacking),
+		memory:   newWorkMemory(cfg.WorkMemory, cfg.MergeMemory, cfg.MaxUnpacking),
+		governor: newGovernor(cfg.Governor, log),
+		ctx:      ctx,
+		shutdown: cancel,
 	}
 	s.closeOnce = sync.OnceValue(s.close)
 	return s, nil

@@ -89,7 +89,7 @@ func (s *stores) openMerger(root string, driver layer.Merger, reserve layer.Rese
 	if err := s.incomplete.open(root, filepath.Join(s.root, spoolDir), s.waits); err != nil {
 		return nil, err
 	}
-	placed, aside, err := layer.Claims(root)
+	placed, aside, err := layer.Unproven(root)
 	if err != nil {
 		return nil, err
 	}

@@ -2,6 +2,7 @@ package image
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -10,8 +11,11 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
 
+	"berth/image/erofs"
 	"berth/image/layer"
 	"berth/image/lazy"
 	blobindex "berth/image/lazy/index"
@@ -26,7 +30,7 @@ import (
 
 // mayUseTable reports whether a layer can be created from the table of contents of its blob.
 func (s *Store) mayUseTable(l registry.Layer) bool {
-	if s.incomplete.cfg.Policy != LazyAll || !mayHaveIndex(l) {
+	if s.incomplete.cfg.Policy != LazyOn || !mayHaveIndex(l) {
 		return false
 	}
 	table := tableOf(l)
@@ -61,7 +65,7 @@ func (s *Store) createByTable(ctx context.Context, store *layer.Store, a *access
 		p.close()
 		return fmt.Errorf("table of contents: %w", err)
 	}
-	if s.incomplete.layers.ClaimedBytes() > maxClaimed {
+	if s.incomplete.layers.TOCBytes() > maxUnproven {
 		p.close()
 		return errdefs.FailedPrecondition("too many other layers wait for the proof of their indexes")
 	}
@@ -76,8 +80,8 @@ func (s *Store) createByTable(ctx context.Context, store *layer.Store, a *access
 		}
 	}
 	replaced := src.add(p, true)
-	claim := &layer.Claim{Registry: a.repo.Reference().Domain, Table: tableOf(l)}
-	err = store.CreateLazy(ctx, sourceOf(l), x, claim, s.incomplete.filler(src, sourceOf(l), x, claim))
+	table := &layer.TOC{Registry: a.repo.Reference().Domain, Name: tableOf(l)}
+	err = store.CreateLazy(ctx, sourceOf(l), x, table, s.incomplete.filler(src, sourceOf(l), x, table))
 	if errors.Is(err, layer.ErrThere) && !replaced {
 		src.drop(p) // it has shown nothing about that layer
 	}
@@ -89,9 +93,9 @@ const (
 	// tableTime limits the time to read a table of contents and to make a tree of it. After that
 	// the layer is fetched whole.
 	tableTime = 30 * time.Second
-	// maxClaimed limits the indexes that are not proven, in bytes: they are in memory. Concurrent
+	// maxUnproven limits the indexes that are not proven, in bytes: they are in memory. Concurrent
 	// pulls can exceed it by two indexes.
-	maxClaimed = 128 << 20
+	maxUnproven = 128 << 20
 )
 
 // indexOfTable makes an index of the table of contents in a blob, from a place that serves the
@@ -103,10 +107,10 @@ func (s *Store) indexOfTable(ctx context.Context, store *layer.Store, src *blobS
 	ctx, cancel := context.WithTimeout(ctx, tableTime)
 	defer cancel()
 	select {
-	case s.peerIndexes <- struct{}{}: // it takes as much memory as an index of a peer
-		defer func() { <-s.peerIndexes }()
+	case s.tables <- struct{}{}:
+		defer func() { <-s.tables }()
 	case <-ctx.Done():
-		return nil, fmt.Errorf("wait for the indexes of other layers: %w", context.Cause(ctx))
+		return nil, fmt.Errorf("wait for the tables of contents of other layers: %w", context.Cause(ctx))
 	}
 	ref, ok := tableRef(l)
 	if !ok {
@@ -165,6 +169,46 @@ func (s *Store) treeOfTable(ctx context.Context, store *layer.Store, domain stri
 	return err
 }
 
+// maxTree limits the tree of a layer: an image with a larger one is stored as directories.
+const maxTree = 64 << 20
+
+// parallelTables limits the tables of contents that are read and decoded at a time.
+const parallelTables = 2
+
+// decodeTree decodes the tree of a layer with dataSize bytes of data, within the limits of merges.
+func (s *Store) decodeTree(encoded []byte, dataSize int64) (*tree.Node, error) {
+	most := tree.Limit{Bytes: maxTree, Memory: int64(cmp.Or(s.cfg.MergeMemory, erofs.MaxMemory)),
+		Blocks: dataSize / tree.BlockSize}
+	root, _, err := tree.Decode(bytes.NewReader(encoded), 0, most)
+	if err != nil {
+		return nil, fmt.Errorf("tree of the layer: %w", err)
+	}
+	return root, nil
+}
+
+// prover returns the function that proves the table of contents of a layer. It unpacks the blob
+// again, with a slot and memory as at a pull.
+func (z *incompleteLayers) prover(from layer.Source, blobSize int64, table *layer.TOC) lazy.Prove {
+	l := registry.Layer{Blob: ocispec.Descriptor{Digest: from.Blob, Size: blobSize}, DiffID: from.DiffID}
+	return func(ctx context.Context, blob *io.SectionReader) error {
+		for more := (shortage{}); ; {
+			had, err := z.store.whenFree(ctx, table.Registry, l, more, func(limits unpack.Limits) error {
+				if _, err := blob.Seek(0, io.SeekStart); err != nil {
+					return err
+				}
+				return z.layers.Prove(ctx, from.Name(), blob, limits)
+			})
+			if more.grow(z.store.memory, had, err) {
+				continue
+			}
+			if err != nil && rejectsContent(err) && !errdefs.IsUnwritable(err) { // of the right blob
+				err = errdefs.New(codes.DataLoss, "%w", err)
+			}
+			return err
+		}
+	}
+}
+
 // bytes reads a range of the blob from a place. Nothing verifies it.
 func (b *blobSource) bytes(ctx context.Context, p *place, offset, size int64) ([]byte, error) {
 	body, err := b.from(ctx, p, offset, size)
@@ -189,19 +233,19 @@ func (z *incompleteLayers) inflate(ctx context.Context, kind blobindex.Compressi
 
 // findZtocs looks for SOCI's tables of contents of an image's missing layers, if one could be used.
 func (s *Store) findZtocs(ctx context.Context, store *layer.Store, img *registry.Image, repo *registry.Repository) {
-	if img.SOCIIndex == "" || s.incomplete.cfg.Policy != LazyAll || s.incomplete.engine == nil ||
+	if img.SOCIIndex == "" || s.incomplete.cfg.Policy != LazyOn || s.incomplete.engine == nil ||
 		store.Kind() != rootfs.EROFS {
 		return
 	}
-	missing, claimed := int64(0), false
+	missing, unproven := int64(0), false
 	for _, l := range img.Layers {
 		name := sourceOf(l).Name()
 		if mayHaveIndex(l) && !store.Has(name) {
 			missing += l.Blob.Size
 		}
-		claimed = claimed || store.Claimed(name) != nil // isForeign compares the tables
+		unproven = unproven || store.TOC(name) != nil // isForeign compares the tables
 	}
-	if missing < max(s.incomplete.cfg.MinBytes, 1) && !claimed {
+	if missing < max(s.incomplete.cfg.MinBytes, 1) && !unproven {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, tableTime)
@@ -220,16 +264,16 @@ func (s *Store) findZtocs(ctx context.Context, store *layer.Store, img *registry
 	}
 }
 
-// distrustTable acts on a layer whose table of contents is false, or could not be proven. Its
+// rejectTable acts on a layer whose table of contents is false, or could not be proven. Its
 // containers may have used files that are not those of the image.
-func (s *Store) distrustTable(from layer.Source, table string, reason error) {
+func (s *Store) rejectTable(from layer.Source, table string, reason error) {
 	said := "the table of contents of a layer could not be proven"
 	if errors.Is(reason, lazy.ErrWrongIndex) {
 		said = "the table of contents of a layer does not describe the layer"
 	}
 	s.falseTables.add(from.Blob, table)
 	s.log.Error(said+"; the containers on the layer are killed", "layer", from.DiffID, "blob", from.Blob, "error", reason)
-	s.distrusted.add(from.Name(), fmt.Sprintf("the files of the image may have been wrong: %s: layer %s: %v", said,
+	s.wrongFiles.add(from.Name(), fmt.Sprintf("the files of the image may have been wrong: %s: layer %s: %v", said,
 		from.DiffID, reason))
 }
 

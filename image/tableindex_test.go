@@ -84,7 +84,7 @@ func (w *tableWorld) put(reg *registrytest.Server) {
 
 // watch notes the layers whose containers would be killed.
 func (w *tableWorld) watch() {
-	w.s.OnDistrust(func(_ digest.Digest, reason string) {
+	w.s.OnWrongFiles(func(_ digest.Digest, reason string) {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		w.killed = append(w.killed, reason)
@@ -115,7 +115,7 @@ func TestTableMakesTheFirstPullLazy(t *testing.T) {
 	for form := range tableForms {
 		for name, restarted := range map[string]bool{"same store": false, "restart": true} {
 			t.Run(form+", "+name, func(t *testing.T) {
-				w := newTableWorld(t, form, LazyAll, toctest.Options{Rewrite: restarted})
+				w := newTableWorld(t, form, LazyOn, toctest.Options{Rewrite: restarted})
 				release := w.hold()
 				img := pull(t, w.s, w.ref)
 				if w.incomplete(t) == nil {
@@ -165,7 +165,7 @@ func (w *tableWorld) compare(t *testing.T, img *Image) {
 
 // Without the policy, a table of contents is not used.
 func TestTableNeedsThePolicy(t *testing.T) {
-	w := newTableWorld(t, "eStargz", LazyIndexed, toctest.Options{})
+	w := newTableWorld(t, "eStargz", LazyOff, toctest.Options{})
 	pull(t, w.s, w.ref)
 	if w.incomplete(t) != nil {
 		t.Error("the layer is incomplete")
@@ -188,7 +188,7 @@ func TestTableLies(t *testing.T) {
 	} {
 		for form := range tableForms {
 			t.Run(form+", "+name, func(t *testing.T) {
-				w := newTableWorld(t, form, LazyAll, toctest.Options{Lie: lie})
+				w := newTableWorld(t, form, LazyOn, toctest.Options{Lie: lie})
 				release := w.hold()
 				img := pull(t, w.s, w.ref)
 				if w.incomplete(t) == nil {
@@ -212,7 +212,7 @@ func TestTableLies(t *testing.T) {
 // A false table of a blob that images share leaves the other tables of the blob in use: anyone can
 // make one.
 func TestFalseTableOfASharedBlob(t *testing.T) {
-	w := newTableWorld(t, "SOCI", LazyAll, toctest.Options{Lie: func(x *estargz.JTOC) { x.Entries[0].Mode = 0o4755 }})
+	w := newTableWorld(t, "SOCI", LazyOn, toctest.Options{Lie: func(x *estargz.JTOC) { x.Entries[0].Mode = 0o4755 }})
 	release := w.hold()
 	img := pull(t, w.s, w.ref)
 	release()
@@ -243,7 +243,7 @@ func TestZtocLies(t *testing.T) {
 		"bits":             func(z *toctest.Ztoc) { z.Points[5].Bits = 3 },
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newTableWorld(t, "SOCI", LazyAll, toctest.Options{LieZtoc: lie})
+			w := newTableWorld(t, "SOCI", LazyOn, toctest.Options{LieZtoc: lie})
 			release := w.hold()
 			img := pull(t, w.s, w.ref)
 			for w.incomplete(t) == nil { // the pull has asked for the span with the false digest
@@ -265,7 +265,7 @@ func TestZtocLies(t *testing.T) {
 
 // SOCI's table is a blob of its own, so a registry that has it need not have the layer's blob.
 func TestZtocNeedsTheBlob(t *testing.T) {
-	w := newTableWorld(t, "SOCI", LazyAll, toctest.Options{})
+	w := newTableWorld(t, "SOCI", LazyOn, toctest.Options{})
 	var ztocs atomic.Int64
 	w.reg.Before = func(rw http.ResponseWriter, r *http.Request) bool {
 		switch {
@@ -289,7 +289,7 @@ func TestZtocNeedsTheBlob(t *testing.T) {
 func TestUnusableSOCIIndex(t *testing.T) {
 	for name, answer := range map[string]string{"absent": "", "no JSON": "{", "another type": `{"schemaVersion":2,"layers":[]}`} {
 		t.Run(name, func(t *testing.T) {
-			w := newTableWorld(t, "SOCI", LazyAll, toctest.Options{})
+			w := newTableWorld(t, "SOCI", LazyOn, toctest.Options{})
 			asked := false
 			w.reg.Before = func(rw http.ResponseWriter, r *http.Request) bool {
 				if !strings.Contains(r.URL.Path, "/manifests/sha256:") || r.Method != http.MethodGet || asked {
@@ -320,7 +320,7 @@ func TestUnusableSOCIIndex(t *testing.T) {
 func TestBytesWithoutContentAreFetchedAgain(t *testing.T) {
 	for form := range tableForms {
 		t.Run(form, func(t *testing.T) {
-			w := newTableWorld(t, form, LazyAll, toctest.Options{})
+			w := newTableWorld(t, form, LazyOn, toctest.Options{})
 			wrong := bytes.Clone(w.packed.Bytes)
 			if w.packed.Ztoc == nil {
 				wrong[len(wrong)-1]++ // of the footer
@@ -354,7 +354,7 @@ func TestBytesWithoutContentAreFetchedAgain(t *testing.T) {
 
 // A source that does not have the blob cannot complete the layer.
 func TestTableOfAnotherBlob(t *testing.T) {
-	w := newTableWorld(t, "zstd:chunked", LazyAll, toctest.Options{})
+	w := newTableWorld(t, "zstd:chunked", LazyOn, toctest.Options{})
 	release := w.hold()
 	img := pull(t, w.s, w.ref)
 	l := w.incomplete(t)
@@ -370,7 +370,7 @@ func TestTableOfAnotherBlob(t *testing.T) {
 // A registry that stalls does not delay the pull of the same layer from another registry, which
 // waits for the proof: the layer is then fetched from there.
 func TestOtherRegistryCompletesTheLayer(t *testing.T) {
-	w := newTableWorld(t, "eStargz", LazyAll, toctest.Options{})
+	w := newTableWorld(t, "eStargz", LazyOn, toctest.Options{})
 	other := registrytest.New(t)
 	other.PutImage("app", "v1", "", w.layer)
 	release := w.hold()
@@ -389,7 +389,7 @@ func TestOtherRegistryCompletesTheLayer(t *testing.T) {
 // A registry that sends a table of contents has not shown that it has the blob. If another pull
 // creates the layer meanwhile, the image of this registry must not get it.
 func TestTableGivesNoAccess(t *testing.T) {
-	w := newTableWorld(t, "zstd:chunked", LazyAll, toctest.Options{})
+	w := newTableWorld(t, "zstd:chunked", LazyOn, toctest.Options{})
 	w.cfg.Lazy.Stall = time.Minute // the table is late
 	w.s = restart(t, w.s, w.cfg)
 	other := registrytest.New(t)

@@ -108,8 +108,8 @@ func (m *Manager) podForStart(c lockedContainer) (*pod, error) {
 
 // filesUsable returns an error if the container's files may be wrong.
 func (m *Manager) filesUsable(c lockedContainer) error {
-	if c.Distrust != "" {
-		return errdefs.FailedPrecondition("container %s: %s", c.ID, c.Distrust)
+	if c.WrongFiles != "" {
+		return errdefs.FailedPrecondition("container %s: %s", c.ID, c.WrongFiles)
 	}
 	return m.layersUsable(c.ContainerSpec)
 }
@@ -270,8 +270,8 @@ func (m *Manager) exited(c lockedContainer, exit state.Exit) {
 		m.log.Error("publish the exit of a container", "container", c.ID, "error", err)
 		return
 	}
-	if c.Distrust != "" {
-		exit.Reason, exit.Message = state.ReasonWrongFiles, c.Distrust
+	if c.WrongFiles != "" {
+		exit.Reason, exit.Message = state.ReasonWrongFiles, c.WrongFiles
 	}
 	c.Exit = &exit
 	err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus)

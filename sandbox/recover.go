@@ -323,8 +323,8 @@ func (m *Manager) adoptShim(ctx context.Context, c lockedContainer) error {
 	m.oomKills.begin(c.ID, m.readOOMKills(c.container))
 	m.watchContainer(c.container, run)
 	m.killIfLayersLost(c)
-	if c.Distrust != "" { // an earlier daemon could not kill it
-		m.killDistrusted(c.container, c.Distrust)
+	if c.WrongFiles != "" { // an earlier daemon could not kill it
+		m.killWrong(c.container, c.WrongFiles)
 	}
 	return nil
 }

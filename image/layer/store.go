@@ -279,7 +279,7 @@ func (t *tally) more(n int) {
 
 func (t *tally) end() { t.sum.Add(-t.n.Load()) }
 
-// ErrThere is wrapped by the error of CreateLazy with a claim if the layer exists.
+// ErrThere is wrapped by the error of CreateLazy with a TOC if the layer exists.
 var ErrThere = errors.New("layer exists")
 
 // admit makes the layer in tmp visible unless another call has made the same one.

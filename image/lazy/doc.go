@@ -5,10 +5,12 @@
 // The data file of a layer (image/layer) is sparse at first. An index of the blob
 // (image/lazy/index) says which part of the blob has which part of the file. The Engine fills the
 // file: in the background, and at once where a process reads. A reader of a missing range waits. It
-// gets the right bytes, or EIO after the configured time; never other bytes, if this node has made
-// the index (see below for others). The Engine verifies
+// gets the right bytes, or EIO after the configured time; never other bytes. The Engine verifies
 // every byte of the blob before anything decompresses it (but see "Tables of contents"), and the
 // digest of the whole tar at the end. Then the layer is like any other.
+//
+// An index is one of two: this node has made it while it unpacked the whole blob, or it was made of
+// a table of contents whose digest the image's manifest has. No other node is asked for one.
 //
 // The kernel reports each read of a missing range by a fanotify event (FAN_PRE_ACCESS), and
 // continues the read after the answer. Holes read as zeros without a mark on the file. So three
@@ -27,29 +29,16 @@
 // that the caller expects them to need (Prefer). All others wait until nobody has waited for a
 // moment, because they share the line. The tar is hashed from its beginning meanwhile.
 //
-// # Indexes of other nodes
-//
-// What an index says of the layer's files is true if this node has made the index. An index of
-// another node is a claim: its tree, its record and its points could show other files. Bytes of the
-// blob that fit such an index prove nothing but that its sender and the source agree. So a layer
-// with such an index has a Prove function. Each state of its index is compared with the blob, and
-// each span with the tar that the record restores, also where no content of a file is. The layer is
-// complete after the tar has the right digest, and after Prove has unpacked the tar again and found
-// the same tree, record and summary. Then everything that the index says is true. A proof that
-// fails ends the layer (DataLoss), also one that cannot be made in maxProofs attempts. The caller
-// keeps the fact on disk that the proof is missing, takes ranges of the blob from registries only,
-// does not pass the index on before the proof, and kills the containers on a layer that has failed.
-//
-// Until the proof, a sender that lies can run any program in these containers.
-//
 // # Tables of contents
 //
-// An index of chunks (package index) is made of the table of contents in a blob. It is a claim,
-// too. Bytes of the blob are verified after they were decompressed, by the digests of the chunks.
-// If the index is sealed, they are verified before.
+// An index of chunks (package index) is made of the table of contents in a blob. The manifest's
+// digest covers the table, but nothing shows yet that the table describes the tar. Bytes of the
+// blob are verified after they were decompressed, by the digests of the chunks. If the index is
+// sealed, they are verified before.
 // All bytes are also kept in BlobFile. When all spans are there, the Engine verifies the digest of
 // the blob, fetches it again if it is wrong, and calls Prove with the blob. Prove compares the tar
-// that the blob has with the layer's files.
+// that the blob has with the layer's files. A proof that fails ends the layer (DataLoss), also one
+// that cannot be made in Config.Proofs attempts. The caller then kills the containers on it.
 //
 // # Takeover
 //

@@ -393,7 +393,7 @@ func TestNextEngine(t *testing.T) {
 	if w.e.TookOver() {
 		t.Error("it took over a group that is gone")
 	}
-	w.l, err = w.e.Add(w.dir, w.layer.x, w.source, func() (Inflater, error) { return w.inflate() }, w.prove)
+	w.l, err = w.e.Add(w.dir, w.layer.x, w.source, func() (Inflater, error) { return w.inflate() }, nil)
 	testutil.Must(t, err)
 	root := mounted(t, w.dir)
 	w.e.Start()
@@ -480,8 +480,8 @@ func (o *ordered) Range(ctx context.Context, offset, size int64) (io.ReadCloser,
 	return o.Source.Range(ctx, offset, size)
 }
 
-// The index of another node is proven before its layer is complete. A proof that fails is tried
-// again. One that cannot be made within some attempts, or shows a lie, ends the layer.
+// An index of chunks is proven before its layer is complete. A proof that fails is tried again. One
+// that cannot be made within some attempts, or shows a lie, ends the layer.
 func TestProof(t *testing.T) {
 	for name, test := range map[string]struct {
 		failures int // before the result
@@ -495,19 +495,20 @@ func TestProof(t *testing.T) {
 		"cannot be shown": {100, nil, false, 10},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, 40, nil)
-			root := mounted(t, w.dir)
+			layer := makeLayer(t, 1, 40, index.Gzip)
+			layer.chunked(t)
 			calls := 0
-			w.proof = func(_ context.Context, tar *io.SectionReader) error {
+			w := newWorldWith(t, layer, nil, func(_ context.Context, blob *io.SectionReader) error {
 				if calls++; calls <= test.failures {
 					return errors.New("no memory")
 				}
-				got, err := io.ReadAll(tar)
-				if err != nil || digest.FromBytes(got) != w.layer.x.DiffID {
-					t.Errorf("the tar has %d bytes: %v", len(got), err)
+				got, err := io.ReadAll(blob)
+				if err != nil || digest.FromBytes(got) != layer.x.Blob {
+					t.Errorf("the blob has %d bytes: %v", len(got), err)
 				}
 				return test.result
-			}
+			})
+			root := mounted(t, w.dir)
 			w.e.Start()
 			w.open()
 			w.wait(t)
@@ -525,70 +526,10 @@ func TestProof(t *testing.T) {
 	}
 }
 
-// flippedInflater returns another first byte of the tar.
-type flippedInflater struct{ Inflater }
-
-func (f flippedInflater) Span(ctx context.Context, p index.Point, in []byte, out int64) ([]byte, error) {
-	tar, err := f.Inflater.Span(ctx, p, in, out)
-	if err == nil && p.Out == 0 {
-		tar[0] ^= 1
-	}
-	return tar, err
-}
-
-// Nothing of another node's index is proven that was not compared with the blob, also where no
-// content of a file depends on it.
-func TestAllOfAnIndexIsCompared(t *testing.T) {
-	for name, test := range map[string]struct {
-		kind   index.Compression
-		change func(w *testLayer)
-		flip   bool
-	}{
-		"true":               {index.Gzip, func(*testLayer) {}, false},
-		"true, uncompressed": {index.None, func(*testLayer) {}, false},
-		"state in a span":    {index.None, func(l *testLayer) { l.x.States[2][0] ^= 1 }, false},
-		"state of a span":    {index.None, func(l *testLayer) { l.x.States[1][0] ^= 1 }, false},
-		"state of content":   {index.None, func(l *testLayer) { l.x.States[len(l.x.States)-1][0] ^= 1 }, false},
-		"place of a point":   {index.Gzip, func(l *testLayer) { l.x.Points[1].Out -= 512 }, false},
-		"decompressed bytes": {index.Gzip, func(*testLayer) {}, true},
-	} {
-		t.Run(name, func(t *testing.T) {
-			layer := emptyFiles(t, test.kind)
-			test.change(layer)
-			w := newWorldOf(t, layer, nil)
-			proofs := 0
-			w.proof = func(context.Context, *io.SectionReader) error { proofs++; return nil }
-			if test.flip {
-				inflate := w.inflate
-				w.inflate = func() (Inflater, error) { inf, err := inflate(); return flippedInflater{inf}, err }
-			}
-			w.open()
-			w.e.Start()
-			w.wait(t)
-			if strings.HasPrefix(name, "true") {
-				testutil.Must(t, w.l.Err())
-				if filled, total := w.l.Progress(); filled != total || proofs != 1 {
-					t.Errorf("%d of %d bytes, %d proofs", filled, total, proofs)
-				}
-				return
-			}
-			if errdefs.Code(w.l.Err()) != codes.DataLoss || proofs > 0 {
-				t.Errorf("%d proofs, %v", proofs, w.l.Err())
-			}
-		})
-	}
-}
-
-// Without a Prove function, spans without content are not fetched.
+// Spans without content are not fetched.
 func TestOwnIndexNeedsContentOnly(t *testing.T) {
 	layer := emptyFiles(t, index.None)
 	w := newWorldOf(t, layer, nil)
-	testutil.Must(t, w.l.Close())
-	testutil.Must(t, os.RemoveAll(w.dir))
-	layer.write(t, w.dir)
-	var err error
-	w.l, err = w.e.Add(w.dir, layer.x, w.source, w.inflate, nil)
-	testutil.Must(t, err)
 	w.open()
 	w.e.Start()
 	w.wait(t)

@@ -312,9 +312,6 @@ func (l *Layer) fill(ctx context.Context, in *gridReader, i int) error {
 	if err != nil {
 		return fmt.Errorf("write data: %w", err)
 	}
-	if err := l.claimed.compare(tar, s.Out); err != nil {
-		return err
-	}
 	l.filled(i, s)
 	return nil
 }
@@ -464,17 +461,14 @@ func (l *Layer) verify(ctx context.Context) error {
 	if got != l.x.DiffID {
 		return wrongIndex("the tar has the digest %s, not %s", got, l.x.DiffID)
 	}
-	return l.proveIndex(ctx, io.NewSectionReader(h.tar, 0, h.tar.Size()))
+	return nil
 }
 
 // proveIndex calls Prove until it knows the answer.
-func (l *Layer) proveIndex(ctx context.Context, whole *io.SectionReader) error {
-	if l.prove == nil {
-		return nil
-	}
+func (l *Layer) proveIndex(ctx context.Context, blob *io.SectionReader) error {
 	defer l.e.cfg.Waits.BeginOpen("proof of an index", "layer "+l.name)()
 	for failures := 1; ; failures++ {
-		err := l.prove(ctx, whole)
+		err := l.prove(ctx, blob)
 		switch {
 		case err == nil, errdefs.Code(err) == codes.DataLoss:
 			return err

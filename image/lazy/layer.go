@@ -122,8 +122,7 @@ type Layer struct {
 	inode    uint64
 
 	inflater  inflater
-	prove     Prove // nil: the index needs no proof
-	claimed   *claimedTar
+	prove     Prove     // of an index of chunks
 	syncing   task.Lock // guards lost; held while spans are recorded
 	lost      error     // the first sync of the data that failed
 	tarHash   *tarHash  // nil: none; used by the goroutines forHash and then finish
@@ -157,18 +156,17 @@ type Layer struct {
 	denied     bool  // all ranges are denied: filled ones may be wrong, too
 }
 
-// Prove shows that everything which the index of a layer says is true of its tar, which has the
-// right digest. For an index of chunks it gets the blob, which has the right digest, and all data
-// is in the data file. The error is DataLoss if the index is not true. After another error the
-// Engine calls it again, at most maxProofs times.
-type Prove func(ctx context.Context, whole *io.SectionReader) error
+// Prove shows that an index of chunks is true of the layer's tar. It gets the blob, which has the
+// right digest, and all data is in the data file. The error is DataLoss if the index is not true.
+// After another error the Engine calls it again, at most Config.Proofs times.
+type Prove func(ctx context.Context, blob *io.SectionReader) error
 
 // Add makes the Engine fill the layer in a directory, which Prepare and the caller have written, or
 // an earlier Engine has filled in part. The file RecordFile must be x.Record. x must not change;
 // the Engine does not keep its Tree and Record. newInflater starts an Inflater; the Engine has one
-// at a time for each layer, while it needs it. prove is nil for an index that this node has made of
-// the blob, and never for one of chunks. With it the layer is complete after prove has returned
-// nil. The directory may be renamed at any time.
+// at a time for each layer, while it needs it. prove belongs to an index of chunks, and is nil for
+// any other. With it the layer is complete after prove has returned nil. The directory may be
+// renamed at any time.
 //
 // When Add has returned, the mark is set: the data file may be mounted. Errors: DataLoss if the
 // index cannot be one of this layer; then Refuse it.
@@ -209,8 +207,8 @@ func (e *Engine) Refuse(dir string) (err error) {
 
 // load opens the files and reads what is filled.
 func (l *Layer) load(dir string, x *index.Index, undo *cleanup.List) (err error) {
-	if x.OfChunks() && l.prove == nil {
-		return errdefs.New(codes.DataLoss, "an index of chunks without a proof")
+	if x.OfChunks() != (l.prove != nil) {
+		return errdefs.New(codes.DataLoss, "an index of chunks without a proof, or another one with it")
 	}
 	if l.contents, err = extentsOf(x); err != nil {
 		return wrongIndex("%w", err)
@@ -241,10 +239,6 @@ func (l *Layer) load(dir string, x *index.Index, undo *cleanup.List) (err error)
 			return err
 		}
 		undo.Add("close blob", l.blob.Close)
-	} else if l.prove != nil {
-		if l.claimed, err = openClaimed(l.life.Context(), l.record, l.data, x.TarSize); err != nil {
-			return err
-		}
 	}
 	has, err := readBitmap(l.bits, x.Spans())
 	if err != nil {
@@ -272,13 +266,12 @@ func (l *Layer) openData(dir string, undo *cleanup.List) (err error) {
 	return nil
 }
 
-// setSpans sets which spans are filled. Spans without content need not be, unless the index is to
-// be proven: what it says of them is kept and passed on after the proof.
+// setSpans sets which spans are filled. Spans without content need not be, unless the blob is kept.
 func (l *Layer) setSpans(has bitmap) {
 	l.spans = make([]spanState, l.x.Spans())
 	for i := range l.spans {
 		content := l.contentOf(i)
-		if (content > 0 || l.prove != nil) && !has.has(i) {
+		if (content > 0 || l.blob != nil) && !has.has(i) {
 			l.left++
 			l.missing += content
 			continue
@@ -365,9 +358,12 @@ func (l *Layer) crowded() bool {
 	return n > l.e.slots/4
 }
 
+// maxFaulted limits the spans that Faulted returns.
+const maxFaulted = 4096
+
 // wait adds an access to a span.
 func (l *Layer) wait(i int, w *waiter) {
-	if len(l.waiting[i]) == 0 && len(l.faulted) < index.MaxHints && !slices.Contains(l.faulted, i) {
+	if len(l.waiting[i]) == 0 && len(l.faulted) < maxFaulted && !slices.Contains(l.faulted, i) {
 		l.faulted = append(l.faulted, i)
 	}
 	l.waiting[i] = append(l.waiting[i], w)
@@ -409,9 +405,6 @@ func (l *Layer) warnStalled() {
 	l.warnStall.Warn(l.e.cfg.Log, "a layer's missing content did not arrive in time; reading it failed with EIO",
 		"layer", l.name, "blob", l.x.Blob, "limit", l.e.cfg.Stall)
 }
-
-// States returns the states of the layer's index. The caller must not change them.
-func (l *Layer) States() []index.State { return l.x.States }
 
 // Progress returns the filled bytes of the blob and its size.
 func (l *Layer) Progress() (filled, total int64) {

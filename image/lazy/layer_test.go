@@ -34,6 +34,7 @@ const testSpan = 128 << 10
 type testLayer struct {
 	x     *index.Index
 	blob  []byte
+	tar   []byte
 	files map[string][]byte
 }
 
@@ -62,6 +63,7 @@ func makeLayer(t testing.TB, seed uint64, n int, kind index.Compression) *testLa
 // index makes the blob and the index of a tar.
 func (l *testLayer) index(t testing.TB, whole []byte, kind index.Compression) {
 	t.Helper()
+	l.tar = whole
 	dir := t.TempDir()
 	files := map[string]*os.File{}
 	for _, name := range []string{"data", "tree", "tar"} {
@@ -100,6 +102,22 @@ func (l *testLayer) index(t testing.TB, whole []byte, kind index.Compression) {
 	l.x.Blob, l.x.BlobSize = digest.NewDigest(digest.SHA256, h), int64(len(l.blob))
 	l.x.States, err = h.States(l.x.BlobSize)
 	testutil.Must(t, err)
+}
+
+// chunked makes the index one of chunks, as a table of contents would give.
+func (l *testLayer) chunked(t testing.TB) {
+	t.Helper()
+	contents, err := extentsOf(l.x)
+	testutil.Must(t, err)
+	for i := range l.x.Points {
+		s := l.x.Span(i)
+		testutil.Must(t, contents.inTar(s.Out, s.OutSize, func(tar, data, size int64) error {
+			l.x.Chunks = append(l.x.Chunks,
+				index.Chunk{Out: tar, Size: size, Data: data, Sum: sha256.Sum256(l.tar[tar:][:size])})
+			return nil
+		}))
+	}
+	l.x.States = nil
 }
 
 // emptyFiles makes a layer whose first spans have the headers of empty files alone.
@@ -243,14 +261,6 @@ type world struct {
 	inflaters atomic.Int64
 	inflate   func() (Inflater, error)
 	once      sync.Once
-	proof     Prove // nil: every index is right
-}
-
-func (w *world) prove(ctx context.Context, tar *io.SectionReader) error {
-	if w.proof == nil {
-		return nil
-	}
-	return w.proof(ctx, tar)
 }
 
 // newWorld returns an Engine that has not started, with a layer of n files. The source waits until
@@ -262,6 +272,12 @@ func newWorld(t testing.TB, n int, change func(*Config)) *world {
 
 // newWorldOf is newWorld with another layer.
 func newWorldOf(t testing.TB, layer *testLayer, change func(*Config)) *world {
+	t.Helper()
+	return newWorldWith(t, layer, change, nil)
+}
+
+// newWorldWith is newWorldOf with a proof of the layer's index.
+func newWorldWith(t testing.TB, layer *testLayer, change func(*Config), prove Prove) *world {
 	t.Helper()
 	needKernel(t)
 	root := testutil.DiskDir(t)
@@ -278,7 +294,7 @@ func newWorldOf(t testing.TB, layer *testLayer, change func(*Config)) *world {
 	w.e, err = Open(cfg)
 	testutil.Must(t, err)
 	t.Cleanup(func() { testutil.Must(t, w.e.Close()) })
-	w.l, err = w.e.Add(w.dir, w.layer.x, w.source, func() (Inflater, error) { return w.inflate() }, w.prove)
+	w.l, err = w.e.Add(w.dir, w.layer.x, w.source, func() (Inflater, error) { return w.inflate() }, prove)
 	testutil.Must(t, err)
 	return w
 }

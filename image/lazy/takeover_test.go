@@ -340,7 +340,7 @@ func TestTakeoverWithOccupiedNumber(t *testing.T) {
 			if !w.e.TookOver() {
 				t.Error("it did not take over")
 			}
-			w.l, err = w.e.Add(w.dir, w.layer.x, w.source, func() (Inflater, error) { return w.inflate() }, w.prove)
+			w.l, err = w.e.Add(w.dir, w.layer.x, w.source, func() (Inflater, error) { return w.inflate() }, nil)
 			testutil.Must(t, err)
 			w.e.Start()
 			readers.Go(func() error { return w.layer.check(root, os.ReadFile) })
@@ -423,7 +423,7 @@ func TestNobodyKeepsTheGroup(t *testing.T) {
 	if w.e.TookOver() {
 		t.Error("it has taken over a group that is gone")
 	}
-	w.l, err = w.e.Add(w.dir, w.layer.x, w.source, func() (Inflater, error) { return w.inflate() }, w.prove)
+	w.l, err = w.e.Add(w.dir, w.layer.x, w.source, func() (Inflater, error) { return w.inflate() }, nil)
 	testutil.Must(t, err)
 	w.open()
 	w.e.Start()

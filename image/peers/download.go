@@ -114,15 +114,9 @@ func (d *Download) Close() error {
 	return err
 }
 
-// Distrust says that the peer sent wrong bytes. It is not asked for BanTime.
+// Distrust says that the peer sent wrong bytes. It is not asked for banTime.
 func (d *Download) Distrust() {
 	d.peers.cfg.Log.Error("a peer sent a layer with a wrong digest", "peer", d.address, "layer", d.key.Blob,
 		"diff_id", d.key.DiffID)
-	d.peers.Distrust(d.address)
+	d.peers.members.avoid(d.address, banTime)
 }
-
-// Distrust makes this node ask a peer for nothing for BanTime.
-func (p *Peers) Distrust(address string) { p.members.avoid(address, BanTime) }
-
-// Ban makes this node ask a peer for nothing until some time.
-func (p *Peers) Ban(address string, until time.Time) { p.members.avoidUntil(address, until) }

@@ -214,7 +214,7 @@ func (p *Peers) answerTime(wait time.Duration) time.Duration { return wait + 3*p
 // ask requests a layer from an offset on.
 func (p *Peers) ask(ctx context.Context, method, address string, k Key, wait time.Duration,
 	offset int64) (*http.Response, error) {
-	url := "https://" + address + k.path(layerPath) + "&" + waitKey + "=" + strconv.FormatInt(wait.Milliseconds(), 10)
+	url := "https://" + address + k.path() + "&" + waitKey + "=" + strconv.FormatInt(wait.Milliseconds(), 10)
 	request, err := http.NewRequestWithContext(ctx, method, url, nil)
 	if err != nil {
 		return nil, err

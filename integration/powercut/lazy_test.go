@@ -56,7 +56,7 @@ func newLazyNode(t *testing.T, f filesystem) *lazyNode {
 	n.gate = fixture.NewGate(n.blob)
 	harness.Registry.Hook(n.gate.Hook)
 	t.Cleanup(func() { harness.Registry.Hook(nil) })
-	n.Daemon = harness.NewDaemon(t, harness.WithConfig(`lazy.policy = "indexed"`, "lazy.min_bytes = 1", `lazy.min_time = "0s"`), n.onDisk)
+	n.Daemon = harness.NewDaemon(t, harness.WithConfig(`lazy.policy = "on"`, "lazy.min_bytes = 1", `lazy.min_time = "0s"`), n.onDisk)
 	return n
 }
 

@@ -188,6 +188,7 @@ func TestParseErrors(t *testing.T) {
 		"isolation":        {"[network]\nisolation = ['pods']", []string{`f.toml: line 2: network.isolation is no longer an option: remove it. Block traffic`}},
 		"old isolation":    {"network_isolation = ['pods']", []string{`f.toml: line 1: network_isolation is no longer an option: remove it. Block traffic`}},
 		"removed":          {"[checkpoint]\nrestore_foreign = false", []string{`f.toml: line 2: checkpoint.restore_foreign is no longer an option: remove it. `}},
+		"removed value":    {"[lazy]\npolicy = 'all'", []string{`f.toml: line 2: lazy.policy: "all" is no longer a value: use "on". `}},
 		"in a table":       {"[log]\nlevell = 'info'", []string{`f.toml: line 2: unknown key "log.levell", the nearest option is "log.level"`}},
 		"other table":      {"[cni]\nidle_timeout = '1h'", []string{`f.toml: line 2: unknown key "cni.idle_timeout", the nearest option is "stream.idle_timeout"`}},
 		"no table":         {"bridge = 'br0'", []string{`f.toml: line 1: unknown key "bridge", the nearest option is "network.bridge"`}},

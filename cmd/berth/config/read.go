@@ -193,6 +193,14 @@ const (
 	noIsolation = "remove it. Block traffic by nftables rules of your own, or use a network plugin with NetworkPolicy"
 )
 
+// removedValues are values of options that earlier versions had, and what to do instead.
+var removedValues = map[string]map[string]string{
+	"lazy.policy": {
+		"indexed": `use "on", which also uses tables of contents that the manifest names`,
+		"all":     `use "on". Indexes of other nodes are not used any more`,
+	},
+}
+
 // table sets the options in a table of the file. prefix is the table's key with a dot, or empty.
 func (f *file) table(values map[string]any, prefix string) {
 	for name, value := range values {

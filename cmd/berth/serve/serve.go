@@ -359,7 +359,7 @@ func (a *assembly) openPods(ctx context.Context, n *node.Node, images *image.Sto
 	}
 	a.closing.Add("close sandboxes", a.shutdown.within(pods.Close))
 	a.pods.Store(pods)
-	images.OnDistrust(pods.KillOnLayer)
+	images.OnWrongFiles(pods.KillOnLayer)
 	if err := images.CollectGarbage(ctx); err != nil { // unused layers do no harm
 		a.log.Error("collect unused layers, which stay until the next deletion", "error", err)
 	}

@@ -126,7 +126,7 @@ func (e *Exporter) addContainers() {
 		"Exits of containers by reason. OOMKilled: the kernel killed the container for lack of memory. "+
 			"ShimLost: the container's shim was killed, so the exit code is unknown. "+
 			"StartError: the container's command could not be started. "+
-			"WrongFiles: another node had sent a wrong index of a layer.", "reason")
+			"WrongFiles: the table of contents of a layer was wrong, or was not proven.", "reason")
 	for _, reason := range exitReasons {
 		e.exits.WithLabelValues(reason)
 	}
