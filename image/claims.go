@@ -17,7 +17,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/image/layer"
 	"berth/image/lazy"
 	blobindex "berth/image/lazy/index"
@@ -150,7 +150,7 @@ type ban struct {
 
 // distrusted passes on layers whose files may be wrong, and keeps bans of peers over a restart.
 type distrusted struct {
-	dir     *checkpoint.Dir // of bans; nil: not kept
+	dir     *record.Dir // of bans; nil: not kept
 	log     *slog.Logger
 	writing task.Lock // held while a record is written
 
@@ -162,7 +162,7 @@ type distrusted struct {
 
 // open reads the bans of an earlier Store. Without their directory, bans end with the Store.
 func (d *distrusted) open(root string, log *slog.Logger) error {
-	dir, err := checkpoint.OpenDir(filepath.Join(root, bansDir), bansKind, bansVersion, checkpoint.Process)
+	dir, err := record.OpenDir(filepath.Join(root, bansDir), bansKind, bansVersion, record.Process)
 	if err != nil {
 		return err
 	}

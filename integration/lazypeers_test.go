@@ -14,7 +14,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	blobindex "berth/image/lazy/index"
 	"berth/image/peers/peerstest"
 	"berth/image/tree"
@@ -221,7 +221,7 @@ func TestLazyPeersLayerIsDamaged(t *testing.T) {
 	pod.Remove(t)
 	n.removeImage(t)
 	// The record of the first image is kept for the operator.
-	aside := filepath.Join(n.Root, "images/records", checkpoint.SetAsideDir)
+	aside := filepath.Join(n.Root, "images/records", record.SetAsideDir)
 	harness.Equal(t, "records set aside", len(harness.Get(os.ReadDir(aside))(t)), 1)
 	harness.Must(t, os.RemoveAll(aside))
 }

@@ -12,8 +12,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/checkpoint"
 	"berth/checkpoint/archive"
+	"berth/checkpoint/record"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/safefs"
@@ -99,8 +99,8 @@ func (o *outputs) all() map[string]outputRecord {
 	return maps.Clone(o.byName)
 }
 
-func (m *Manager) outputRecords() (*checkpoint.Dir, error) {
-	return checkpoint.OpenDir(m.dirs.Checkpoints(), outputKind, outputVersion, checkpoint.Process)
+func (m *Manager) outputRecords() (*record.Dir, error) {
+	return record.OpenDir(m.dirs.Checkpoints(), outputKind, outputVersion, record.Process)
 }
 
 // recordOutput records a directory before the first file is written. It returns the record's name.

@@ -23,8 +23,8 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint"
 	"berth/checkpoint/archive"
+	"berth/checkpoint/record"
 	"berth/cni"
 	"berth/image"
 	"berth/internal/criu"
@@ -365,7 +365,7 @@ type fakeNetwork struct{ *fakeHost }
 
 func (f fakeNetwork) Status(context.Context) error                      { return f.call("network status") }
 func (f fakeNetwork) SetPodCIDR(context.Context, string) error          { return f.call("set pod CIDR") }
-func (f fakeNetwork) Load() ([]checkpoint.Damaged, error)               { return nil, f.call("load pod CIDR") }
+func (f fakeNetwork) Load() ([]record.Damaged, error)                   { return nil, f.call("load pod CIDR") }
 func (f fakeNetwork) Forget(string) error                               { return f.call("forget network") }
 func (f fakeNetwork) Collect(context.Context, iter.Seq[*state.PodSpec]) {}
 func (f fakeNetwork) Leave()                                            {}
@@ -456,7 +456,7 @@ func (f fakeRecords) load() *fakeLoad {
 	return found
 }
 
-func (f fakeRecords) LoadPods(add func(*state.PodSpec, state.PodStatus)) ([]checkpoint.Damaged, error) {
+func (f fakeRecords) LoadPods(add func(*state.PodSpec, state.PodStatus)) ([]record.Damaged, error) {
 	if err := f.call("load pods"); err != nil {
 		return nil, err
 	}
@@ -467,7 +467,7 @@ func (f fakeRecords) LoadPods(add func(*state.PodSpec, state.PodStatus)) ([]chec
 	return nil, nil
 }
 
-func (f fakeRecords) LoadContainers(add func(*state.ContainerSpec, state.ContainerStatus)) ([]checkpoint.Damaged, error) {
+func (f fakeRecords) LoadContainers(add func(*state.ContainerSpec, state.ContainerStatus)) ([]record.Damaged, error) {
 	if err := f.call("load containers"); err != nil {
 		return nil, err
 	}

@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint"
 	"berth/checkpoint/archive"
+	"berth/checkpoint/record"
 	"berth/cni"
 	"berth/image"
 	"berth/internal/rootfs"
@@ -105,7 +105,7 @@ type Volumes interface {
 type Network interface {
 	Status(ctx context.Context) error
 	SetPodCIDR(ctx context.Context, cidr string) error
-	Load() (damaged []checkpoint.Damaged, err error)
+	Load() (damaged []record.Damaged, err error)
 	Plan(spec *state.PodSpec) (cni.Attachment, [][]cni.IPRange, error)
 	Attach(ctx context.Context, spec *state.PodSpec, attachment *cni.Attachment) (ips []string, err error)
 	Detach(ctx context.Context, spec *state.PodSpec, attachment cni.Attachment) error
@@ -142,8 +142,8 @@ type Records interface {
 	WriteContainer(spec *state.ContainerSpec, status *state.ContainerStatus) error
 	RemovePod(id string) error
 	RemoveContainer(id string) error
-	LoadPods(add func(*state.PodSpec, state.PodStatus)) ([]checkpoint.Damaged, error)
-	LoadContainers(add func(*state.ContainerSpec, state.ContainerStatus)) ([]checkpoint.Damaged, error)
+	LoadPods(add func(*state.PodSpec, state.PodStatus)) ([]record.Damaged, error)
+	LoadContainers(add func(*state.ContainerSpec, state.ContainerStatus)) ([]record.Damaged, error)
 }
 
 // Trash removes directory trees in the background. *trash.Trash implements it.

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/internal/failpoint"
 	"berth/internal/safefs"
 	"berth/sandbox/runtime"
@@ -143,7 +143,7 @@ func (m *Manager) loadContainers() error {
 	return err
 }
 
-func (m *Manager) logDamaged(kind string, damaged []checkpoint.Damaged) {
+func (m *Manager) logDamaged(kind string, damaged []record.Damaged) {
 	for _, d := range damaged {
 		m.log.Error("a damaged record was moved away", "kind", kind, "id", d.Name, "path", d.Path,
 			"error", d.Err)

@@ -16,7 +16,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"google.golang.org/grpc/codes"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/image/lazy"
 	"berth/image/lazy/index"
 	"berth/image/tree"
@@ -81,7 +81,7 @@ func Claims(root string) (placed, aside map[digest.Digest]*Claim, err error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	aside, err = claimsIn(filepath.Join(root, lazyDir, checkpoint.SetAsideDir))
+	aside, err = claimsIn(filepath.Join(root, lazyDir, record.SetAsideDir))
 	return placed, aside, err
 }
 
