@@ -82,7 +82,7 @@ func (j *checkpointJob) describeContainer(part *checkpointPart) (*archive.Contai
 	metadata := part.Config.GetMetadata()
 	c := &archive.Container{Name: metadata.GetName(), ID: part.ID, Attempt: metadata.GetAttempt(), Config: config}
 	c.Image = archive.Image{Name: writtenName(part.Config), Ref: part.Image.Ref, ID: part.Image.ID}
-	for _, l := range j.m.images.LayersOf(&image.Image{ID: part.Image.ID, Layers: part.Image.Layers}) {
+	for _, l := range j.k.images.LayersOf(&image.Image{ID: part.Image.ID, Layers: part.Image.Layers}) {
 		c.Image.Layers = append(c.Image.Layers, archive.Layer{Blob: l.Blob.String(), DiffID: l.DiffID.String()})
 	}
 	return c, nil
@@ -90,8 +90,8 @@ func (j *checkpointJob) describeContainer(part *checkpointPart) (*archive.Contai
 
 // filesOf returns what other programs want to know about a container.
 func (j *checkpointJob) filesOf(ctx context.Context, part *checkpointPart) (archive.ContainerFiles, error) {
-	m := j.m
-	spec, err := m.launcher.Spec(ctx, j.pod.Info(), part.snapshot(), m.targetPIDNS(part.container))
+	k := j.k
+	spec, err := k.launcher.Spec(ctx, j.pod.Info(), part.snapshot(), k.objects.targetPIDNS(part.container))
 	if err != nil {
 		return archive.ContainerFiles{}, fmt.Errorf("describe container %s: %w", part.ID, err)
 	}

@@ -99,23 +99,23 @@ func (o *outputs) all() map[string]outputRecord {
 	return maps.Clone(o.byName)
 }
 
-func (m *Manager) outputRecords() (*record.Dir, error) {
-	return record.OpenDir(m.dirs.Checkpoints(), outputKind, outputVersion, record.Process)
+func (k *checkpoints) outputRecords() (*record.Dir, error) {
+	return record.OpenDir(k.node.Checkpoints(), outputKind, outputVersion, record.Process)
 }
 
 // recordOutput records a directory before the first file is written. It returns the record's name.
-func (m *Manager) recordOutput(dir *os.File) (name string, err error) {
+func (k *checkpoints) recordOutput(dir *os.File) (name string, err error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(dir.Fd()), &st); err != nil {
 		return "", os.NewSyscallError("fstat", err)
 	}
-	records, err := m.outputRecords()
+	records, err := k.outputRecords()
 	if err != nil {
 		return "", err
 	}
 	name = state.NewID()
 	r := outputRecord{dir.Name(), st.Dev, st.Ino}
-	outdated, err := m.outputs.add(name, r)
+	outdated, err := k.outputs.add(name, r)
 	if err != nil {
 		return "", err
 	}
@@ -126,45 +126,45 @@ func (m *Manager) recordOutput(dir *os.File) (name string, err error) {
 		err = records.Write(name, r)
 	}
 	if err != nil {
-		return "", errors.Join(err, m.forgetOutput(name))
+		return "", errors.Join(err, k.forgetOutput(name))
 	}
 	return name, nil
 }
 
 // forgetOutput removes a record. After an error it stays, for a directory that no checkpoint fills.
-func (m *Manager) forgetOutput(name string) error {
-	records, err := m.outputRecords()
+func (k *checkpoints) forgetOutput(name string) error {
+	records, err := k.outputRecords()
 	if err == nil {
 		err = records.Remove(name)
 	}
 	if err != nil {
-		m.outputs.leave(name)
+		k.outputs.leave(name)
 		return err
 	}
-	m.outputs.remove(name)
+	k.outputs.remove(name)
 	return nil
 }
 
-// recoverCheckpoints undoes the checkpoints of an earlier daemon before clients can use their
+// undoLeft undoes the checkpoints of an earlier daemon before clients can use their
 // directories again. After an error it retries in the background: a CRIU that hangs in the kernel
 // must not keep the daemon from starting. Until it succeeds, new checkpoints are refused, so it
 // undoes none of them.
-func (m *Manager) recoverCheckpoints(ctx context.Context) error {
-	if err := m.loadOutputs(); err != nil {
+func (k *checkpoints) undoLeft(ctx context.Context) error {
+	if err := k.loadOutputs(); err != nil {
 		return err
 	}
-	m.undoing.Store(true)
-	err := m.undoCheckpoints(ctx)
+	k.undoing.Store(true)
+	err := k.undoCheckpoints(ctx)
 	if err != nil {
-		m.log.Error("undo the checkpoints of an earlier daemon; it is retried, and new checkpoints are refused until then",
+		k.log.Error("undo the checkpoints of an earlier daemon; it is retried, and new checkpoints are refused until then",
 			"error", err)
-		m.unfinished.Later("undo", "checkpoints", m.undoCheckpoints)
+		k.unfinished.Later("undo", "checkpoints", k.undoCheckpoints)
 	}
 	return nil
 }
 
-func (m *Manager) loadOutputs() error {
-	records, err := m.outputRecords()
+func (k *checkpoints) loadOutputs() error {
+	records, err := k.outputRecords()
 	if err != nil {
 		return err
 	}
@@ -173,17 +173,17 @@ func (m *Manager) loadOutputs() error {
 		if err := json.Unmarshal(body, &r); err != nil {
 			return err
 		}
-		m.outputs.put(name, r)
+		k.outputs.put(name, r)
 		return nil
 	})
-	m.logDamaged(outputKind, damaged)
+	logDamaged(k.log, outputKind, damaged)
 	return err
 }
 
 // undoCheckpoints ends the CRIUs of an earlier daemon and removes the files of its checkpoints.
-func (m *Manager) undoCheckpoints(ctx context.Context) error {
-	err := m.dumper.EndLeft(func(id string) string {
-		if c, known := m.containers.Get(id); known {
+func (k *checkpoints) undoCheckpoints(ctx context.Context) error {
+	err := k.dumper.EndLeft(func(id string) string {
+		if c, known := k.objects.containers.Get(id); known {
 			return c.CgroupsPath
 		}
 		return ""
@@ -191,16 +191,16 @@ func (m *Manager) undoCheckpoints(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	err = errors.Join(m.removeLeftCheckpoints(ctx), m.emptyLeftOutputs())
+	err = errors.Join(k.removeLeftCheckpoints(ctx), k.emptyLeftOutputs())
 	if err == nil {
-		m.undoing.Store(false)
+		k.undoing.Store(false)
 	}
 	return err
 }
 
 // removeLeftCheckpoints removes the directories of unfinished checkpoints of containers.
-func (m *Manager) removeLeftCheckpoints(ctx context.Context) error {
-	entries, err := os.ReadDir(m.dirs.Checkpoints())
+func (k *checkpoints) removeLeftCheckpoints(ctx context.Context) error {
+	entries, err := os.ReadDir(k.node.Checkpoints())
 	if err != nil {
 		return err
 	}
@@ -209,18 +209,18 @@ func (m *Manager) removeLeftCheckpoints(ctx context.Context) error {
 			continue
 		}
 		failpoint.Reach("checkpoint.remove-left")
-		err = errors.Join(err, safefs.RemoveAll(ctx, filepath.Join(m.dirs.Checkpoints(), e.Name())))
+		err = errors.Join(err, safefs.RemoveAll(ctx, filepath.Join(k.node.Checkpoints(), e.Name())))
 		failpoint.Reach("checkpoint.left-removed")
 	}
 	return err
 }
 
 // emptyLeftOutputs empties the clients' directories of unfinished checkpoints.
-func (m *Manager) emptyLeftOutputs() (err error) {
-	for name, r := range m.outputs.all() {
+func (k *checkpoints) emptyLeftOutputs() (err error) {
+	for name, r := range k.outputs.all() {
 		e := emptyOutput(r)
 		if e == nil {
-			e = m.forgetOutput(name)
+			e = k.forgetOutput(name)
 		}
 		err = errors.Join(err, e)
 	}

@@ -32,7 +32,7 @@ func startTwo(t *testing.T, m *Manager) (pod string, ids []string) {
 		id, err := m.CreateContainer(t.Context(), pod, config)
 		testutil.Must(t, err)
 		testutil.Must(t, m.StartContainer(t.Context(), id))
-		testutil.Must(t, os.MkdirAll(filepath.Join(m.dirs.Writable(id), "upper"), 0o700))
+		testutil.Must(t, os.MkdirAll(filepath.Join(m.node.Writable(id), "upper"), 0o700))
 		ids = append(ids, id)
 	}
 	return pod, ids
@@ -68,7 +68,7 @@ func TestCheckpointPodFreezesAllFirst(t *testing.T) {
 // nothingLeft checks that no checkpoint has left files.
 func nothingLeft(t *testing.T, m *Manager) {
 	t.Helper()
-	if left, err := os.ReadDir(m.dirs.Checkpoints()); err != nil && !os.IsNotExist(err) || len(left) > 0 {
+	if left, err := os.ReadDir(m.node.Checkpoints()); err != nil && !os.IsNotExist(err) || len(left) > 0 {
 		t.Errorf("left: %v, %v", left, err)
 	}
 }
@@ -76,12 +76,12 @@ func nothingLeft(t *testing.T, m *Manager) {
 // outputRecordPath returns the only record of a client's directory.
 func outputRecordPath(t *testing.T, m *Manager) string {
 	t.Helper()
-	records, err := os.ReadDir(m.dirs.Checkpoints())
+	records, err := os.ReadDir(m.node.Checkpoints())
 	testutil.Must(t, err)
 	if len(records) != 1 {
 		panic(fmt.Sprint("records: ", records)) // not the test's goroutine
 	}
-	return filepath.Join(m.dirs.Checkpoints(), records[0].Name())
+	return filepath.Join(m.node.Checkpoints(), records[0].Name())
 }
 
 // A checkpoint whose record cannot be removed fails, and leaves no file for the next daemon to
@@ -204,7 +204,7 @@ func TestCheckpointContainer(t *testing.T) {
 		nothingLeft(t, m)
 
 		// The removal of an earlier checkpoint can still be in progress.
-		left := filepath.Join(m.dirs.Checkpoints(), ids[0])
+		left := filepath.Join(m.node.Checkpoints(), ids[0])
 		testutil.Must(t, os.MkdirAll(filepath.Join(left, "checkpoint"), 0o700))
 		testutil.Must(t, m.CheckpointContainer(t.Context(), ids[0], place, 0))
 		if names, err := os.ReadDir(left); err != nil || len(names) != 1 {
@@ -349,9 +349,9 @@ func TestLeftCheckpointsAreRemoved(t *testing.T) {
 		_ = recordOutput(t, m, dir)
 		m.outputs = outputs{} // the next daemon reads the record
 		testutil.Must(t, os.MkdirAll(filepath.Join(out, "one/checkpoint"), 0o700))
-		left := filepath.Join(m.dirs.Checkpoints(), testID)
+		left := filepath.Join(m.node.Checkpoints(), testID)
 		testutil.Must(t, os.MkdirAll(filepath.Join(left, "checkpoint"), 0o700))
-		testutil.Must(t, m.recoverCheckpoints(t.Context()))
+		testutil.Must(t, m.checkpoints.undoLeft(t.Context()))
 		nothingLeft(t, m)
 		if names, err := os.ReadDir(out); err != nil || len(names) > 0 {
 			t.Errorf("the output has %v, %v", names, err)
@@ -367,7 +367,7 @@ func TestLeftCheckpointsAreRemoved(t *testing.T) {
 		testutil.Must(t, m.forgetOutput(complete))
 		nothingLeft(t, m)
 		testutil.Must(t, os.WriteFile(record, saved, 0o600))
-		testutil.Must(t, m.recoverCheckpoints(t.Context()))
+		testutil.Must(t, m.checkpoints.undoLeft(t.Context()))
 		nothingLeft(t, m)
 		if names, err := os.ReadDir(out); err != nil || len(names) != 2 {
 			t.Errorf("the output has %v, %v", names, err)
@@ -377,7 +377,7 @@ func TestLeftCheckpointsAreRemoved(t *testing.T) {
 		_ = recordOutput(t, m, dir)
 		testutil.Must(t, os.Rename(out, out+".old"))
 		testutil.Must(t, os.MkdirAll(filepath.Join(out, "other"), 0o700))
-		testutil.Must(t, m.recoverCheckpoints(t.Context()))
+		testutil.Must(t, m.checkpoints.undoLeft(t.Context()))
 		nothingLeft(t, m)
 		if _, err := os.Stat(filepath.Join(out, "other")); err != nil {
 			t.Error(err)
@@ -411,11 +411,11 @@ func TestCheckpointIsWrittenWithoutLocks(t *testing.T) {
 		dir, err := openEmpty(t.TempDir())
 		testutil.Must(t, err)
 		defer dir.Close()
-		p, err := m.pods.Find(podID)
+		p, err := m.objects.pods.Find(podID)
 		testutil.Must(t, err)
-		c, err := m.containers.Find(ids[0])
+		c, err := m.objects.containers.Find(ids[0])
 		testutil.Must(t, err)
-		job := &checkpointJob{m: m, pod: p, dir: dir}
+		job := &checkpointJob{k: m.checkpoints, pod: p, dir: dir}
 		defer job.close()
 		key, err := m.signing()
 		testutil.Must(t, err)
@@ -441,7 +441,7 @@ func TestStopCancelsCheckpoints(t *testing.T) {
 		synctest.Wait()
 		go func() { results <- m.CheckpointContainer(t.Context(), ids[0], dir+"/waits.tar", 0) }()
 		synctest.Wait()
-		c, err := m.containers.Find(ids[0])
+		c, err := m.objects.containers.Find(ids[0])
 		testutil.Must(t, err)
 		end := c.dumping.Stop()
 		go func() { results <- m.CheckpointContainer(t.Context(), ids[0], dir+"/late.tar", 0) }()
@@ -468,7 +468,7 @@ func TestCheckpointsWaitForRecovery(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		pod, ids := startTwo(t, m)
 		f.failing("end left dumps", 1)
-		testutil.Must(t, m.recoverCheckpoints(t.Context()))
+		testutil.Must(t, m.checkpoints.undoLeft(t.Context()))
 		out := t.TempDir()
 		if err := m.CheckpointPod(t.Context(), pod, out, ids, nil); errdefs.Code(err) != codes.Unavailable {
 			t.Errorf("before the recovery: %v", err)

@@ -39,7 +39,6 @@ import (
 	"berth/sandbox/lsm"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
-	"berth/sandbox/stats"
 	"berth/shim"
 	"berth/shim/proto"
 )
@@ -581,20 +580,32 @@ func withFakes(t *testing.T, test func(t *testing.T, m *Manager, f *fakeHost)) {
 	synctest.Test(t, func(t *testing.T) {
 		log := slog.New(slog.DiscardHandler)
 		tasks := task.NewRunner(log, nil)
-		config := Config{Root: t.TempDir(), Handler: "berth", TrustRestores: true, Log: log, SystemdCgroup: true}
-		m := newWith(config, tasks)
+		config := Config{Root: t.TempDir(), Handler: "berth", TrustRestores: true, Log: log}
 		f := &fakeHost{t: t, fail: map[string]int{}, pods: map[string]state.Phase{}, containers: map[string]state.Phase{},
 			running: map[string]proto.Processes{}, ended: map[string]chan struct{}{}, tasks: tasks}
-		m.launcher, m.processes, m.stopper, m.images, m.volumes, m.pool = f, f, f, f, f, f
-		m.restores = f
-		m.network, m.podenv, m.records, m.trash = fakeNetwork{f}, fakeEnvironment{f}, fakeRecords{f}, fakeTrash{f}
-		m.dumper = fakeDumper{f}
-		m.dirs = state.Dirs{Root: t.TempDir(), State: t.TempDir(), NetNSs: t.TempDir()}
-		m.bootID, m.run = "boot", state.Run{ID: "run"}
-		m.appArmor, m.sampler = lsm.NewAppArmor(false, tasks, log), stats.NewSampler(stats.SamplerConfig{})
-		var err error
-		m.handlers, err = handler.Open(t.Context(), handler.Options{BuiltIn: "berth", Tasks: tasks, Log: log})
+		handlers, err := handler.Open(t.Context(), handler.Options{BuiltIn: "berth", Tasks: tasks, Log: log})
 		testutil.Must(t, err)
+		dirs := state.Dirs{Root: t.TempDir(), State: t.TempDir(), NetNSs: t.TempDir()}
+		m := newManager(config, &parts{
+			node:      state.Node{Dirs: dirs, SystemdCgroup: true},
+			bootID:    "boot",
+			run:       state.Run{ID: "run"},
+			launcher:  f,
+			processes: f,
+			stopper:   f,
+			images:    f,
+			volumes:   f,
+			pool:      f,
+			restores:  f,
+			network:   fakeNetwork{f},
+			podenv:    fakeEnvironment{f},
+			records:   fakeRecords{f},
+			trash:     fakeTrash{f},
+			dumper:    fakeDumper{f},
+			handlers:  handlers,
+			appArmor:  lsm.NewAppArmor(false, tasks, log),
+			key:       loadOnce(func() (*archive.Key, error) { return archive.LoadKey(dirs.Root) }),
+		}, tasks)
 		test(t, m, f)
 		if err := m.Close(context.WithoutCancel(t.Context())); err != nil {
 			t.Errorf("close: %v", err)

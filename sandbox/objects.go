@@ -1,15 +1,20 @@
 package sandbox
 
 import (
+	"fmt"
 	"os"
 	"sync/atomic"
 	"time"
 
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
 	"berth/internal/task"
 	"berth/sandbox/history"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
+	"berth/shim/ociruntime"
 )
 
 // objects are all pods and containers, including unpublished ones.
@@ -30,6 +35,48 @@ func (o objects) containersOf(podID string) []*container {
 		}
 	}
 	return of
+}
+
+// has reports whether a pod or container has that ID.
+func (o objects) has(id string) bool {
+	_, pod := o.pods.Get(id)
+	_, ctr := o.containers.Get(id)
+	return pod || ctr
+}
+
+// runtimeOf returns the runtime of a container. It is nil for libcontainer, and if the pod's record
+// was lost.
+func (o objects) runtimeOf(c *container) *ociruntime.Runtime {
+	p, known := o.pods.Get(c.PodID)
+	if !known {
+		return nil
+	}
+	return p.Runtime.Program()
+}
+
+// targetPIDNS returns a function that finds the PID namespace of an ephemeral container's target.
+// It is called late and needs no lock, because the target may exit at any time.
+func (o objects) targetPIDNS(c *container) func() (string, error) {
+	return func() (string, error) { return o.findTargetPIDNS(c) }
+}
+
+func (o objects) findTargetPIDNS(c *container) (string, error) {
+	options := c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions()
+	if options.GetPid() != runtimeapi.NamespaceMode_TARGET {
+		return "", nil
+	}
+	target, err := o.containers.Find(options.GetTargetId())
+	if err != nil {
+		return "", fmt.Errorf("target of the PID namespace: %w", err)
+	}
+	if target.PodID != c.PodID {
+		return "", errdefs.InvalidArgument("target container %s of the PID namespace is in another pod", target.ID)
+	}
+	run := target.running.Load()
+	if run == nil || run.HasEnded() {
+		return "", errdefs.FailedPrecondition("target container %s of the PID namespace is not running", target.ID)
+	}
+	return fmt.Sprintf("/proc/%d/ns/pid", run.PID), nil
 }
 
 // pod owns a pod: its Spec, its Status and its pause. Only lockPod gives access to the Status.

@@ -11,17 +11,34 @@ import (
 	"berth/internal/trace"
 )
 
-// presentPod calls plugins with a pod that is about to be published (see pluginCaller).
-func (m *Manager) presentPod(ctx context.Context, p lockedPod) (release func(), err error) {
+// nriCalls calls NRI plugins with pods and containers at the steps of their lifecycle.
+type nriCalls struct {
+	caller  pluginCaller
+	control *control
+}
+
+func newNRICalls(cfg Config, k *control) nriCalls {
+	plugins := cfg.Plugins
+	if plugins == nil {
+		plugins = noPlugins{}
+	}
+	return nriCalls{
+		caller:  pluginCaller{Plugins: plugins, Target: pluginRuntime{k}, Tasks: k.tasks, Log: cfg.Log},
+		control: k,
+	}
+}
+
+// PresentPod calls plugins with a pod that is about to be published (see pluginCaller).
+func (n nriCalls) PresentPod(ctx context.Context, p lockedPod) (release func(), err error) {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
-	release, p.Presented, err = m.plugins.PresentPod(ctx, func() *nri.Pod { return pluginPod(p.snapshot()) })
+	release, p.Presented, err = n.caller.PresentPod(ctx, func() *nri.Pod { return pluginPod(p.snapshot()) })
 	return release, err
 }
 
-// notifyPod notifies plugins of a pod's event.
-func (m *Manager) notifyPod(ctx context.Context, event nri.PodEvent, p lockedPod) {
-	m.plugins.NotifyPod(ctx, event, func() *nri.Pod {
+// NotifyPod notifies plugins of a pod's event.
+func (n nriCalls) NotifyPod(ctx context.Context, event nri.PodEvent, p lockedPod) {
+	n.caller.NotifyPod(ctx, event, func() *nri.Pod {
 		info := p.info.Load()
 		if info == nil { // presented, but never published
 			info = p.snapshot()
@@ -30,17 +47,17 @@ func (m *Manager) notifyPod(ctx context.Context, event nri.PodEvent, p lockedPod
 	})
 }
 
-// presentContainer lets plugins adjust a container before it is published. spec is the runtime-spec
+// PresentContainer lets plugins adjust a container before it is published. spec is the runtime-spec
 // before the adjustments. others are the changes that plugins request of other containers (see
 // pluginCaller).
-func (m *Manager) presentContainer(
+func (n nriCalls) PresentContainer(
 	ctx context.Context, p *pod, c lockedContainer, spec *specs.Spec,
 ) (release func(), others []nri.Update, err error) {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
 	var changes *pluginChanges
-	release, c.Presented, changes, err = m.plugins.PresentContainer(ctx, func() (*nri.Pod, *nri.Container, error) {
-		described := pluginContainer(c.snapshot(), m.host)
+	release, c.Presented, changes, err = n.caller.PresentContainer(ctx, func() (*nri.Pod, *nri.Container, error) {
+		described := pluginContainer(c.snapshot(), n.control.node.Host)
 		described.Spec = spec
 		return pluginPod(p.info.Load()), described, nil
 	})
@@ -49,22 +66,22 @@ func (m *Manager) presentContainer(
 	}
 	c.Adjustment = changes.Adjustment
 	if !changes.Own.Empty() {
-		err = m.setResources(c, mergeResources(c.Resources, changes.Own.Resources), changes.Own.Limits)
+		err = n.control.setResources(c, mergeResources(c.Resources, changes.Own.Resources), changes.Own.Limits)
 	}
 	return release, changes.Others, err
 }
 
-// requestStart asks plugins for permission to start a container.
-func (m *Manager) requestStart(ctx context.Context, c lockedContainer) error {
+// RequestStart asks plugins for permission to start a container.
+func (n nriCalls) RequestStart(ctx context.Context, c lockedContainer) error {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
-	return m.plugins.RequestStart(ctx, m.describer(c))
+	return n.caller.RequestStart(ctx, n.describer(c))
 }
 
-// notifyContainer notifies plugins of a container's event.
-func (m *Manager) notifyContainer(ctx context.Context, event nri.ContainerEvent, c lockedContainer) {
+// NotifyContainer notifies plugins of a container's event.
+func (n nriCalls) NotifyContainer(ctx context.Context, event nri.ContainerEvent, c lockedContainer) {
 	defer trace.Begin(ctx, "notify plugins").End()
-	m.plugins.NotifyContainer(ctx, event, c.ID, m.describer(c), func() {
+	n.caller.NotifyContainer(ctx, event, c.ID, n.describer(c), func() {
 		if event == nri.ContainerStopped {
 			close(*c.stopNotified.Swap(nil))
 		}
@@ -72,9 +89,9 @@ func (m *Manager) notifyContainer(ctx context.Context, event nri.ContainerEvent,
 }
 
 // describer returns a function that describes a container to plugins.
-func (m *Manager) describer(c lockedContainer) containerDescriber {
+func (n nriCalls) describer(c lockedContainer) containerDescriber {
 	return func() (*nri.Pod, *nri.Container, error) {
-		p, err := m.pods.Find(c.PodID)
+		p, err := n.control.objects.pods.Find(c.PodID)
 		if err != nil {
 			return nil, nil, err
 		}
@@ -82,7 +99,7 @@ func (m *Manager) describer(c lockedContainer) containerDescriber {
 		if info == nil { // presented, but never published
 			info = c.snapshot()
 		}
-		return pluginPod(p.info.Load()), pluginContainer(info, m.host), nil
+		return pluginPod(p.info.Load()), pluginContainer(info, n.control.node.Host), nil
 	}
 }
 
@@ -92,16 +109,16 @@ type pluginRuntime struct{ *control }
 // Objects implements pluginTarget.
 func (r pluginRuntime) Objects() ([]*nri.Pod, []*nri.Container) {
 	var pods []*nri.Pod
-	for _, p := range r.pods.Snapshot() {
+	for _, p := range r.objects.pods.Snapshot() {
 		if info := p.info.Load(); info != nil {
 			pods = append(pods, pluginPod(info))
 		}
 	}
 	var containers []*nri.Container
-	for _, c := range r.containers.Snapshot() {
+	for _, c := range r.objects.containers.Snapshot() {
 		if info := c.info.Load(); info != nil && (info.State() != runtimeapi.ContainerState_CONTAINER_EXITED ||
 			c.stopNotified.Load() != nil) {
-			containers = append(containers, pluginContainer(info, r.host))
+			containers = append(containers, pluginContainer(info, r.node.Host))
 		}
 	}
 	return pods, containers
@@ -115,7 +132,7 @@ func (r pluginRuntime) CheckContainer(id string) error {
 
 // visible finds a container by its full ID, if plugins can have seen it.
 func (r pluginRuntime) visible(id string) (*container, error) {
-	c, known := r.containers.Get(id)
+	c, known := r.objects.containers.Get(id)
 	if !known || !c.Visible() {
 		return nil, errdefs.NotFound("container %q does not exist", id)
 	}

@@ -42,7 +42,7 @@ func TestRestorePodFailures(t *testing.T) {
 				f.failing(step, 1)
 				_, _, err := m.RestorePod(t.Context(), restoreRequest())
 				wantFailure(t, err)
-				if len(f.podRecords()) > 0 || len(f.containerRecords()) > 0 || len(m.pods.Snapshot()) > 0 || len(m.containers.Snapshot()) > 0 {
+				if len(f.podRecords()) > 0 || len(f.containerRecords()) > 0 || len(m.objects.pods.Snapshot()) > 0 || len(m.objects.containers.Snapshot()) > 0 {
 					t.Errorf("left: records %v %v, pods %v, containers %v", f.podRecords(), f.containerRecords(), m.Pods(), m.Containers())
 				}
 				wantCalled(t, f, true, "import")
@@ -133,7 +133,7 @@ func TestRestorePodOfExistingPod(t *testing.T) {
 func TestStartFillsUsedLayerAgain(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		_, containers := restorePod(t, m)
-		c, err := m.containers.Find(containers[0].ID)
+		c, err := m.objects.containers.Find(containers[0].ID)
 		testutil.Must(t, err)
 		c.unshared().Filled = false // as a daemon that loads the record of the interrupted start
 		f.forget()
@@ -154,7 +154,7 @@ func TestInterruptedRestoreIsUndone(t *testing.T) {
 			status.Restoring, status.RunID = true, "run"
 			found.pods = append(found.pods, newPod(spec, status, nil))
 		}
-		testutil.Must(t, m.recover(t.Context()))
+		testutil.Must(t, (&recovery{m}).run(t.Context()))
 		synctest.Wait()
 		if len(f.podRecords()) > 0 {
 			t.Errorf("left: %v", f.podRecords())
@@ -173,7 +173,7 @@ func TestRestoresAreOff(t *testing.T) {
 			}
 		}
 		_, containers := restorePod(t, m)
-		m.cfg.TrustRestores = false
+		m.restorer.trusted = false
 		f.forget()
 		wantOff(m.StartContainer(t.Context(), containers[0].ID))
 		info, err := m.Container(containers[0].ID)
@@ -186,12 +186,12 @@ func TestRestoresAreOff(t *testing.T) {
 		_, _, err = m.RestorePod(t.Context(), r)
 		wantOff(err)
 		wantCalled(t, f, false, "import", "launch", "record container starting")
-		m.cfg.TrustRestores = true
+		m.restorer.trusted = true
 		testutil.Must(t, m.StartContainer(t.Context(), containers[0].ID))
 	})
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		withSandboxes(t, m)
-		m.cfg.TrustRestores, f.savedBy = false, "runsc version 1"
+		m.restorer.trusted, f.savedBy = false, "runsc version 1"
 		r := restoreRequest()
 		r.Handler, r.Containers = "gvisor", r.Containers[:1]
 		_, containers, err := m.RestorePod(t.Context(), r)

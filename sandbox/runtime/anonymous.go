@@ -60,7 +60,7 @@ func (k Launcher) MakeVolumes(
 	if len(volumes) == 0 || c.Restore != nil {
 		return volumes, nil
 	}
-	dir := k.Node.Dirs.Volumes(c.ID)
+	dir := k.Node.Volumes(c.ID)
 	if err := rootfs.MakeDir(dir, 0o700, 0, 0); err != nil {
 		return nil, fmt.Errorf("make volumes of container %s: %w", c.ID, err)
 	}

@@ -28,16 +28,15 @@ import (
 
 // Launcher starts pauses and containers.
 type Launcher struct {
-	Node       Node
+	Node       state.Node
 	Roots      Roots
 	Users      *Users
-	AppArmor   *lsm.AppArmor
+	AppArmor   profiles
 	SELinux    lsm.SELinux
 	Sources    *Sources
 	Launchers  *shim.Launchers
 	PauseDir   string // root filesystem of the embedded pause
 	MaxLogLine int    // maximum bytes of a log line; longer lines are split as partial
-	CRIU       string // the configured CRIU (see criu.Locate)
 	Tasks      *task.Runner
 	Log        *slog.Logger
 
@@ -110,7 +109,6 @@ func (k Launcher) embeddedRoot(pod *state.Pod) rootfs.Spec {
 func (k Launcher) pauseLaunch(
 	ctx context.Context, pod *state.Pod, root rootfs.Spec, files UserFiles,
 ) (*proto.Launch, error) {
-	k.AppArmor.Ensure(ctx)
 	var config *ocispec.ImageConfig
 	var imageUser string
 	if image := pod.PauseImage; image != nil {
@@ -121,13 +119,13 @@ func (k Launcher) pauseLaunch(
 	if err != nil {
 		return nil, err
 	}
-	spec, err := k.Node.Pause(pod, user, config)
+	spec, err := k.pauseSpec(ctx, pod, user, config)
 	if err != nil {
 		return nil, err
 	}
 	return &proto.Launch{
 		ID:            pod.ID,
-		Dir:           k.Node.Dirs.Shim(pod.ID),
+		Dir:           k.Node.Shim(pod.ID),
 		Spec:          spec,
 		Rootfs:        root,
 		RootPlace:     k.rootPlace(root),
@@ -163,7 +161,7 @@ func (k Launcher) Spec(
 ) (*specs.Spec, error) {
 	defer trace.Begin(ctx, "describe").End()
 	var spec *specs.Spec
-	err := k.detached(ctx, c, "describe", func() (err error) { spec, err = k.describe(pod, c, targetPIDNS); return err })
+	err := k.detached(ctx, c, "describe", func() (err error) { spec, err = k.describe(ctx, pod, c, targetPIDNS); return err })
 	if err != nil { // another goroutine may still write spec
 		return nil, err
 	}
@@ -172,14 +170,14 @@ func (k Launcher) Spec(
 
 // describe builds the runtime-spec. It blocks while a volume hangs.
 func (k Launcher) describe(
-	pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
+	ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
 ) (*specs.Spec, error) {
 	defer k.Tasks.Begin("mount sources", c.String())()
 	target, err := targetPIDNS() // after the waits for volumes, because the target may exit meanwhile
 	if err != nil {
 		return nil, err
 	}
-	return k.Node.Container(pod, c, k.Roots.VolumePlaces(c.ID, c.Volumes), target)
+	return k.containerSpec(ctx, pod, c, k.Roots.VolumePlaces(c.ID, c.Volumes), target)
 }
 
 // Validate builds the runtime-spec of a container and refuses the same specs as a launch. It
@@ -198,7 +196,7 @@ func (k Launcher) Validate(
 		if err = state.MakeSources(ctx, c.Config); err != nil {
 			return err
 		}
-		if spec, err = k.describe(pod, c, targetPIDNS); err != nil {
+		if spec, err = k.describe(ctx, pod, c, targetPIDNS); err != nil {
 			return err
 		}
 		if err = k.checkMounts(pod.ID, pod.Runtime, spec); err != nil {
@@ -242,7 +240,6 @@ func (k Launcher) Start(
 	if err != nil {
 		return nil, err
 	}
-	k.AppArmor.Ensure(ctx)
 	spec, err := k.Spec(ctx, pod, c, targetPIDNS)
 	if err != nil {
 		return nil, err
@@ -251,7 +248,7 @@ func (k Launcher) Start(
 	if err != nil {
 		return nil, err
 	}
-	dir := k.Node.Dirs.Shim(c.ID)
+	dir := k.Node.Shim(c.ID)
 	failpoint.Reach("container.make-directory")
 	if err := os.MkdirAll(filepath.Join(dir, "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of container %s: %w", c.ID, err)
@@ -276,7 +273,7 @@ func (k Launcher) restoreSandbox(pod *state.Pod, r *state.Restore) *proto.Restor
 	if r == nil {
 		return nil
 	}
-	images := filepath.Join(k.Node.Dirs.CheckpointOf(pod.ID, r), archive.ImagesDir)
+	images := filepath.Join(k.Node.CheckpointOf(pod.ID, r), archive.ImagesDir)
 	return &proto.Restore{Images: images, Limit: restoreLimit}
 }
 
@@ -302,13 +299,13 @@ func (k Launcher) restore(ctx context.Context, pod *state.Pod, c *state.Containe
 	if pod.Sandboxed() {
 		return k.restoreSandbox(pod, c.Restore), nil
 	}
-	program, err := criu.Locate(k.CRIU)
+	program, err := criu.Locate(k.Node.CRIU)
 	if err != nil {
 		return nil, errdefs.FailedPrecondition("restore: %w", err)
 	}
-	images := filepath.Join(k.Node.Dirs.CheckpointOf(c.PodID, c.Restore), archive.ImagesDir)
+	images := filepath.Join(k.Node.CheckpointOf(c.PodID, c.Restore), archive.ImagesDir)
 	// Those of containers that have started are removed.
-	pending, err := filepath.Glob(filepath.Join(k.Node.Dirs.Checkpoint(c.PodID), "*", archive.ImagesDir))
+	pending, err := filepath.Glob(filepath.Join(k.Node.Checkpoint(c.PodID), "*", archive.ImagesDir))
 	if err != nil {
 		return nil, fmt.Errorf("restore: %w", err)
 	}

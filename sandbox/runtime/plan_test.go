@@ -13,7 +13,6 @@ import (
 	"berth/internal/userns"
 	"berth/oci/confine"
 	"berth/sandbox/handler"
-	"berth/sandbox/lsm"
 	"berth/sandbox/state"
 	"berth/shim/proto"
 )
@@ -23,8 +22,8 @@ func testLauncher() Launcher {
 	log := slog.New(slog.DiscardHandler)
 	tasks := task.NewRunner(log, nil)
 	dirs := state.Dirs{Root: "/root", State: "/state"}
-	return Launcher{Node: Node{Dirs: dirs, NoAppArmor: func() string { return "" }}, Roots: Roots{Dirs: dirs},
-		AppArmor: lsm.NewAppArmor(false, tasks, log), PauseDir: "/root/bin/pause", Tasks: tasks}
+	return Launcher{Node: state.Node{Dirs: dirs}, Roots: Roots{Dirs: dirs},
+		AppArmor: fakeProfiles{}, PauseDir: "/root/bin/pause", Tasks: tasks}
 }
 
 // A pause is plain if it is the embedded one and needs only features that its program supports.

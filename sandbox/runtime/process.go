@@ -11,7 +11,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/cgroup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/internal/task"
@@ -23,10 +22,9 @@ import (
 
 // Processes finds, signals, watches and removes the processes of pauses and containers.
 type Processes struct {
-	Dirs          state.Dirs
-	SystemdCgroup bool // cgroup paths are names of systemd scopes
-	Tasks         *task.Runner
-	Log           *slog.Logger
+	Node  state.Node
+	Tasks *task.Runner
+	Log   *slog.Logger
 }
 
 // KillWait bounds the wait for killed processes. A process that takes longer is blocked in the
@@ -98,7 +96,7 @@ func (k Processes) EndShim(ctx context.Context, id, cgroupsPath string, r *ociru
 // first kills all other processes of the cgroup, because kubelet starts the next instance after the
 // exit.
 func (k Processes) writeExit(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
-	if _, err := shim.ReadExit(k.Dirs.Shim(id)); err == nil {
+	if _, err := shim.ReadExit(k.Node.Shim(id)); err == nil {
 		return nil
 	}
 	if r != nil && r.Sandboxed {
@@ -116,7 +114,7 @@ func (k Processes) writeExit(ctx context.Context, id, cgroupsPath string, r *oci
 		exit.Signal = int(status.Signal())
 		exit.Code = 128 + int32(exit.Signal)
 	}
-	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
+	group, err := k.Node.Cgroup(cgroupsPath)
 	if err != nil {
 		return err
 	}
@@ -131,7 +129,7 @@ func (k Processes) writeExit(ctx context.Context, id, cgroupsPath string, r *oci
 	if err := group.Kill(ctx); err != nil {
 		return err
 	}
-	return shim.WriteExit(k.Dirs.Shim(id), exit)
+	return shim.WriteExit(k.Node.Shim(id), exit)
 }
 
 // Signal sends a signal to the init of a container. r is its runtime, nil for libcontainer. A
@@ -158,7 +156,7 @@ func (k Processes) Kill(ctx context.Context, id, cgroupsPath string, r *ocirunti
 		err = fmt.Errorf("kill container %s: %w", id, err)
 	}
 	failpoint.Reach("container.killed")
-	group, openErr := cgroup.Open(cgroupsPath, k.SystemdCgroup)
+	group, openErr := k.Node.Cgroup(cgroupsPath)
 	if openErr != nil {
 		return errors.Join(err, openErr)
 	}
