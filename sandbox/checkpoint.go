@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"math"
 	"os"
@@ -14,9 +13,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
-
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process"
+	"berth/checkpoint/process/archive"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
@@ -46,8 +44,8 @@ type checkpoints struct {
 	streams  *stream.Service
 	signing  func() (*archive.Key, error) // the node's key, made when it is first needed
 
-	outputs outputs     // directories of pods' checkpoints
-	undoing atomic.Bool // the checkpoints of an earlier daemon are not undone yet
+	outputs *process.Outputs // directories of pods' checkpoints
+	undoing atomic.Bool      // the checkpoints of an earlier daemon are not undone yet
 }
 
 // CheckpointContainer writes an archive of a running container to the file location (KEP-2008). The
@@ -211,7 +209,7 @@ func (k *checkpoints) checkpointContainer(ctx context.Context, p *pod, c *contai
 	if err := job.run(ctx, []*container{c}); err != nil {
 		return err
 	}
-	return writeArchive(ctx, dir, location)
+	return process.WriteArchive(ctx, dir, location)
 }
 
 // checkpointDir makes a directory for the checkpoint of a container. Its name is new, because a
@@ -253,32 +251,32 @@ func (k *checkpoints) checkpointPod(ctx context.Context, p *pod, containers []*c
 	if err := k.checkComplete(p, containers); err != nil { // before anything is written
 		return err
 	}
-	dir, err := openEmpty(output)
+	dir, err := process.OpenEmpty(output)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, dir.Close()) }()
-	record, err := k.recordOutput(dir)
+	record, err := k.outputs.Record(dir)
 	if err != nil {
 		return err
 	}
-	if err := checkEmpty(dir); err != nil { // another checkpoint may have filled it before the record
-		return errors.Join(err, k.forgetOutput(record))
+	if err := process.CheckEmpty(dir); err != nil { // another checkpoint may have filled it before the record
+		return errors.Join(err, k.outputs.Forget(record))
 	}
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	undo.Add("empty "+output, func() error {
 		if err := archive.Clear(dir); err != nil {
-			k.outputs.leave(record) // for the next daemon
+			k.outputs.Leave(record) // for the next daemon
 			return err
 		}
-		return k.forgetOutput(record)
+		return k.outputs.Forget(record)
 	})
 	job := &checkpointJob{k: k, pod: p, dir: dir, whole: true}
 	if err := job.run(ctx, containers); err != nil {
 		return err
 	}
-	if err := k.forgetOutput(record); err != nil {
+	if err := k.outputs.Forget(record); err != nil {
 		return err
 	}
 	undo.Release()
@@ -295,34 +293,6 @@ func (k *checkpoints) checkComplete(p *pod, containers []*container) error {
 		}
 	}
 	return nil
-}
-
-// openEmpty opens an existing empty directory. A symbolic link at its place is refused.
-func openEmpty(path string) (*os.File, error) {
-	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, errdefs.FailedPrecondition("open the output directory %s: %w", path, os.NewSyscallError("open", err))
-	}
-	dir := os.NewFile(uintptr(fd), path)
-	if err := checkEmpty(dir); err != nil {
-		return nil, errors.Join(err, dir.Close())
-	}
-	return dir, nil
-}
-
-// checkEmpty returns FailedPrecondition if a directory is not empty.
-func checkEmpty(dir *os.File) error {
-	if _, err := dir.Seek(0, io.SeekStart); err != nil {
-		return err
-	}
-	_, err := dir.Readdirnames(1)
-	switch {
-	case err == nil:
-		return errdefs.FailedPrecondition("the output directory %s is not empty", dir.Name())
-	case errors.Is(err, io.EOF):
-		_, err = dir.Seek(0, io.SeekStart)
-	}
-	return err
 }
 
 // checkRunning returns FailedPrecondition unless a checkpoint of the container is possible in

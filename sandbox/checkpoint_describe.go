@@ -5,19 +5,15 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/netip"
-	"os"
-	goruntime "runtime"
 
-	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process"
+	"berth/checkpoint/process/archive"
 	"berth/image"
 	"berth/internal/criu"
-	"berth/internal/host"
-	"berth/internal/version"
 )
 
 // describe writes the files about the containers and returns the manifest.
@@ -33,7 +29,7 @@ func (j *checkpointJob) describe(ctx context.Context) (*archive.Manifest, error)
 	} else {
 		program = j.parts[0].dump.Info().CRIU
 	}
-	if manifest.Node, err = describeNode(program); err != nil {
+	if manifest.Node, err = process.DescribeNode(program); err != nil {
 		return nil, err
 	}
 	if j.whole {
@@ -51,7 +47,7 @@ func (j *checkpointJob) describe(ctx context.Context) (*archive.Manifest, error)
 		if err := archive.WriteContainer(j.dir, manifest, pod, c, files); err != nil {
 			return nil, err
 		}
-		if err := j.writeBindMounts(part); err != nil {
+		if err := process.WriteBindMounts(part.dir, part.Config.GetMounts(), part.mounted); err != nil {
 			return nil, err
 		}
 		manifest.Containers = append(manifest.Containers, *c)
@@ -117,20 +113,4 @@ func encodeProto(m proto.Message) (json.RawMessage, error) {
 		return nil, fmt.Errorf("encode %T: %w", m, err)
 	}
 	return data, nil
-}
-
-// describeNode returns what a restore on another node must compare. v is zero if CRIU was not used.
-func describeNode(v criu.Version) (archive.Node, error) {
-	var uts unix.Utsname
-	if err := unix.Uname(&uts); err != nil {
-		return archive.Node{}, os.NewSyscallError("uname", err)
-	}
-	features, err := host.CPUFeatures()
-	return archive.Node{
-		Berth:        version.Get(),
-		CRIU:         v.Number(),
-		Kernel:       unix.ByteSliceToString(uts.Release[:]),
-		Architecture: goruntime.GOARCH,
-		CPUFeatures:  features,
-	}, err
 }

@@ -2,25 +2,23 @@ package sandbox
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
 	"path"
 	goruntime "runtime"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc/codes"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process"
+	"berth/checkpoint/process/archive"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/safefs"
-	"berth/sandbox/dump"
 	"berth/sandbox/runtime"
 )
 
@@ -301,20 +299,7 @@ func (j *checkpointJob) hashEarly(ctx context.Context) (stop func()) {
 
 // copyLayer copies a container's writable layer.
 func (j *checkpointJob) copyLayer(ctx context.Context, part *checkpointPart) error {
-	upper, err := safefs.OpenRoot(path.Join(j.k.node.Writable(part.ID), "upper"))
-	if err != nil {
-		return err
-	}
-	defer upper.Close() // it was only read
-	var deleted []string
-	err = writeNew(part.dir, archive.RootfsDiffFile, func(f *os.File) (err error) {
-		deleted, err = dump.Layer(ctx, upper, f)
-		return err
-	})
-	if err != nil || len(deleted) == 0 {
-		return err
-	}
-	return writeJSON(part.dir, archive.DeletedFilesFile, deleted)
+	return process.CopyLayer(ctx, path.Join(j.k.node.Writable(part.ID), "upper"), part.dir)
 }
 
 // copyVolumes copies a container's anonymous volumes.
@@ -322,46 +307,16 @@ func (j *checkpointJob) copyVolumes(ctx context.Context, part *checkpointPart) e
 	if len(part.Anonymous) == 0 {
 		return nil
 	}
-	dir, err := safefs.OpenRoot(j.k.node.Volumes(part.ID))
-	if err != nil {
-		return err
-	}
-	defer dir.Close() // it was only read
-	return writeNew(part.dir, archive.VolumesFile, func(f *os.File) error { return dump.Directory(ctx, dir, f) })
+	return process.CopyTree(ctx, j.k.node.Volumes(part.ID), part.dir, archive.VolumesFile)
 }
 
 // copyShm copies the pod's /dev/shm, unless the pod uses the node's.
 func (j *checkpointJob) copyShm(ctx context.Context) error {
-	shm, err := safefs.OpenRoot(j.k.node.Shm(j.pod.ID))
+	err := process.CopyTree(ctx, j.k.node.Shm(j.pod.ID), j.dir, archive.ShmFile)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
-	if err != nil {
-		return err
-	}
-	defer shm.Close() // it was only read
-	return writeNew(j.dir, archive.ShmFile, func(f *os.File) error { return dump.Directory(ctx, shm, f) })
-}
-
-// writeNew creates a file in a directory and fills it.
-func writeNew(dir *os.File, name string, fill func(*os.File) error) error {
-	failpoint.Reach("checkpoint.make-file")
-	f, err := safefs.Open(dir, name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	failpoint.Reach("checkpoint.file-made")
-	if err != nil {
-		return err
-	}
-	err = fill(f)
-	failpoint.Reach("checkpoint.file-filled")
-	return errors.Join(err, f.Close())
-}
-
-func writeJSON(dir *os.File, name string, content any) error {
-	data, err := json.Marshal(content)
-	if err != nil {
-		return fmt.Errorf("encode %s: %w", name, err)
-	}
-	return writeNew(dir, name, func(f *os.File) error { _, err := f.Write(data); return err })
+	return err
 }
 
 // thaw lets all containers go on, in parallel. An error means that a container ran before
@@ -416,30 +371,6 @@ func (j *checkpointJob) close() {
 	if j.early != nil {
 		j.early.Close()
 	}
-}
-
-// writeBindMounts writes CRI-O's list of the mount points that a restore must make.
-func (j *checkpointJob) writeBindMounts(part *checkpointPart) error {
-	type bindMount struct {
-		Source      string `json:"source"`
-		Destination string `json:"destination"`
-		FileType    string `json:"file_type"`
-		Permissions uint32 `json:"permissions"`
-	}
-	mounts := []bindMount{}
-	for _, m := range part.Config.GetMounts() {
-		info, err := os.Stat(m.GetHostPath())
-		if m.GetHostPath() == "" || err != nil || !part.mounted(m.GetContainerPath()) {
-			continue
-		}
-		kind := "file"
-		if info.IsDir() {
-			kind = "directory"
-		}
-		place := strings.TrimSuffix(m.GetContainerPath(), "/")
-		mounts = append(mounts, bindMount{m.GetHostPath(), place, kind, uint32(info.Mode().Perm())})
-	}
-	return writeJSON(part.dir, archive.BindMountsFile, mounts)
 }
 
 // mounted returns whether the container has a mount at a path. Only CRIU knows which ones a process

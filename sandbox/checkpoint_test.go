@@ -1,12 +1,10 @@
 package sandbox
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -16,7 +14,8 @@ import (
 
 	"google.golang.org/grpc/codes"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process"
+	"berth/checkpoint/process/archive"
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
 	"berth/sandbox/state"
@@ -228,87 +227,6 @@ func TestCheckpointContainer(t *testing.T) {
 	})
 }
 
-// The memory is written once where the filesystem can make a tar of its file, and copied elsewhere.
-func TestWriteArchive(t *testing.T) {
-	for _, top := range []string{t.TempDir(), "/var/tmp", "/dev/shm"} {
-		t.Run(filepath.Base(top), func(t *testing.T) {
-			path, err := os.MkdirTemp(top, "archive-")
-			testutil.Must(t, err)
-			defer func() { testutil.Must(t, os.RemoveAll(path)) }()
-			pages := filepath.Join(path, "saved", "checkpoint", "pages-1.img")
-			testutil.Must(t, os.MkdirAll(filepath.Dir(pages), 0o700))
-			testutil.Must(t, os.WriteFile(pages, bytes.Repeat([]byte("page"), 1<<20), 0o644))
-			testutil.Must(t, os.WriteFile(filepath.Join(path, "saved", "manifest.json"), []byte("{}"), 0o600))
-			from, err := os.Open(filepath.Join(path, "saved"))
-			testutil.Must(t, err)
-			defer from.Close()
-			before, err := os.Stat(pages)
-			testutil.Must(t, err)
-			place := filepath.Join(path, "archive.tar")
-			testutil.Must(t, os.WriteFile(place, []byte("old"), 0o644))
-			testutil.Must(t, writeArchive(t.Context(), from, place))
-			after, err := os.Stat(place)
-			testutil.Must(t, err)
-			if after.Mode() != 0o600 || after.Size() <= before.Size() {
-				t.Errorf("%v, %d bytes", after.Mode(), after.Size())
-			}
-			t.Logf("the file of the memory became the archive: %v", os.SameFile(before, after))
-			out, err := exec.Command("tar", "-xOf", place, "checkpoint/pages-1.img").Output()
-			if err != nil || !bytes.Equal(out, bytes.Repeat([]byte("page"), 1<<20)) {
-				t.Errorf("the memory has %d bytes, %v", len(out), err)
-			}
-		})
-	}
-}
-
-// A copy of the whole memory ends with its context.
-func TestCopyFile(t *testing.T) {
-	dir := t.TempDir()
-	testutil.Must(t, os.WriteFile(filepath.Join(dir, "from"), []byte("content"), 0o600))
-	from, err := os.Open(filepath.Join(dir, "from"))
-	testutil.Must(t, err)
-	defer from.Close()
-	to, err := os.Create(filepath.Join(dir, "to"))
-	testutil.Must(t, err)
-	defer to.Close()
-	ended, cancel := context.WithCancel(t.Context())
-	cancel()
-	if err := copyFile(ended, to, from); !errors.Is(err, context.Canceled) {
-		t.Error(err)
-	}
-	testutil.Must(t, copyFile(t.Context(), to, from))
-	if data, err := os.ReadFile(to.Name()); string(data) != "content" || err != nil {
-		t.Errorf("%q, %v", data, err)
-	}
-}
-
-// Filesystems without O_TMPFILE get a hidden file first.
-func TestNamedArchiveReplaces(t *testing.T) {
-	dir, to := t.TempDir(), t.TempDir()
-	testutil.Must(t, os.WriteFile(filepath.Join(dir, "manifest.json"), []byte("{}"), 0o600))
-	from, err := os.Open(dir)
-	testutil.Must(t, err)
-	defer from.Close()
-	parent, err := os.Open(to)
-	testutil.Must(t, err)
-	defer parent.Close()
-	testutil.Must(t, os.WriteFile(filepath.Join(to, "a.tar"), []byte("old"), 0o644))
-	fill := func(to *os.File) error { return archive.Pack(t.Context(), from, to) }
-	testutil.Must(t, writeNamedFile(parent, "a.tar", fill))
-	names, err := os.ReadDir(to)
-	info, statErr := os.Stat(filepath.Join(to, "a.tar"))
-	if err := errors.Join(err, statErr); err != nil || len(names) != 1 || info.Mode() != 0o600 || info.Size() < 512 {
-		t.Errorf("%v, %v, %v", names, info, err)
-	}
-	testutil.Must(t, os.Mkdir(filepath.Join(to, "dir"), 0o700))
-	if err := writeNamedFile(parent, "dir", fill); err == nil {
-		t.Error("a directory was replaced")
-	}
-	if names, err := os.ReadDir(to); err != nil || len(names) != 2 {
-		t.Errorf("left %v, %v", names, err)
-	}
-}
-
 func TestCheckpointContainerRefusals(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		_, ids := startTwo(t, m)
@@ -343,11 +261,11 @@ func TestCheckpointContainerRefusals(t *testing.T) {
 func TestLeftCheckpointsAreRemoved(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		out := t.TempDir()
-		dir, err := openEmpty(out)
+		dir, err := process.OpenEmpty(out)
 		testutil.Must(t, err)
 		defer dir.Close()
 		_ = recordOutput(t, m, dir)
-		m.outputs = outputs{} // the next daemon reads the record
+		m.outputs = process.NewOutputs(m.node.Checkpoints()) // the next daemon reads the record
 		testutil.Must(t, os.MkdirAll(filepath.Join(out, "one/checkpoint"), 0o700))
 		left := filepath.Join(m.node.Checkpoints(), testID)
 		testutil.Must(t, os.MkdirAll(filepath.Join(left, "checkpoint"), 0o700))
@@ -364,7 +282,7 @@ func TestLeftCheckpointsAreRemoved(t *testing.T) {
 		testutil.Must(t, err)
 		testutil.Must(t, os.Mkdir(filepath.Join(out, "one"), 0o700))
 		testutil.Must(t, os.WriteFile(filepath.Join(out, archive.ManifestFile), []byte("{}"), 0o600))
-		testutil.Must(t, m.forgetOutput(complete))
+		testutil.Must(t, m.outputs.Forget(complete))
 		nothingLeft(t, m)
 		testutil.Must(t, os.WriteFile(record, saved, 0o600))
 		testutil.Must(t, m.checkpoints.undoLeft(t.Context()))
@@ -384,21 +302,21 @@ func TestLeftCheckpointsAreRemoved(t *testing.T) {
 		}
 
 		// A record that an earlier failure left of the same directory is outdated.
-		m.outputs.leave(recordOutput(t, m, dir))
+		m.outputs.Leave(recordOutput(t, m, dir))
 		current := recordOutput(t, m, dir)
 
 		// Two checkpoints cannot fill one directory.
-		if _, err := m.recordOutput(dir); errdefs.Code(err) != codes.FailedPrecondition {
+		if _, err := m.outputs.Record(dir); errdefs.Code(err) != codes.FailedPrecondition {
 			t.Errorf("a second record of the directory: %v", err)
 		}
-		testutil.Must(t, m.forgetOutput(current))
+		testutil.Must(t, m.outputs.Forget(current))
 		nothingLeft(t, m)
 	})
 }
 
 func recordOutput(t *testing.T, m *Manager, dir *os.File) (name string) {
 	t.Helper()
-	name, err := m.recordOutput(dir)
+	name, err := m.outputs.Record(dir)
 	testutil.Must(t, err)
 	return name
 }
@@ -408,7 +326,7 @@ func recordOutput(t *testing.T, m *Manager, dir *os.File) (name string) {
 func TestCheckpointIsWrittenWithoutLocks(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		podID, ids := startTwo(t, m)
-		dir, err := openEmpty(t.TempDir())
+		dir, err := process.OpenEmpty(t.TempDir())
 		testutil.Must(t, err)
 		defer dir.Close()
 		p, err := m.objects.pods.Find(podID)
@@ -425,7 +343,7 @@ func TestCheckpointIsWrittenWithoutLocks(t *testing.T) {
 		testutil.Must(t, m.RemovePodSandbox(t.Context(), podID))
 		testutil.Must(t, archive.Seal(t.Context(), dir, manifest, key, job.early, false))
 		place := filepath.Join(t.TempDir(), "archive.tar")
-		testutil.Must(t, writeArchive(t.Context(), dir, place))
+		testutil.Must(t, process.WriteArchive(t.Context(), dir, place))
 	})
 }
 

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"time"
 
+	"berth/checkpoint/process"
 	"berth/cni"
 	"berth/image"
 	"berth/internal/cgroup"
@@ -176,8 +177,9 @@ func newManager(cfg Config, p *parts, tasks *task.Runner) *Manager {
 	m.checkpoints = &checkpoints{
 		objects: all, control: k, node: p.node, tasks: tasks, log: cfg.Log, unfinished: m.unfinished,
 		launcher: p.launcher, images: p.images, dumper: p.dumper, signing: p.key, streams: m.Service,
+		outputs: process.NewOutputs(p.node.Checkpoints()),
 	}
-	m.restorer = &restorer{m: m, restores: p.restores, trusted: cfg.TrustRestores}
+	m.restorer = &restorer{m: m, restores: p.restores}
 	return m
 }
 

@@ -9,7 +9,7 @@ import (
 	"strings"
 	"sync"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
 	"berth/cni"
 	"berth/image"
 	"berth/internal/cgroup"

@@ -10,7 +10,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
@@ -23,7 +23,6 @@ import (
 type restorer struct {
 	m        *Manager
 	restores Restores
-	trusted  bool // CRIU may restore processes, which it trusts with root on the node
 }
 
 // RestorePod creates a pod and its containers, which continue a checkpoint. StartContainer restores
@@ -101,7 +100,7 @@ func (k *restorer) checkRestore(r state.RestoreRequest) error {
 
 // restorePermitted refuses restores by CRIU, unless the configuration trusts the saved processes.
 func (k *restorer) restorePermitted(byCRIU bool) error {
-	if byCRIU && !k.trusted {
+	if byCRIU && !k.m.cfg.TrustRestores {
 		return state.RestoreOff()
 	}
 	return nil

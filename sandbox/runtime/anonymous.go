@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
+	"berth/checkpoint/process/dump"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
@@ -24,7 +25,6 @@ import (
 	"berth/internal/trace"
 	"berth/internal/userns"
 	"berth/oci"
-	"berth/sandbox/dump"
 	"berth/sandbox/state"
 )
 

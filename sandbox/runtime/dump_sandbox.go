@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/task"
