@@ -240,7 +240,6 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer, 
 	if c.Anonymous, err = m.launcher.MakeVolumes(inspectCtx, snapshot, root); err != nil {
 		return orStopped(inspectCtx, p, err)
 	}
-	m.appArmor.Ensure(ctx)
 	fill := func(spec *specs.Spec) error { return nil }
 	if from != nil {
 		fill = func(spec *specs.Spec) error { return m.restorer.fillContainer(inspectCtx, c, from, root, spec) }
@@ -276,15 +275,19 @@ func (m *Manager) describeContainer(
 	if err != nil {
 		return nil, err
 	}
+	c.planned = spec
 	release, others, err := m.plugins.PresentContainer(ctx, p, c, spec)
 	defer release()
 	if err != nil {
 		return nil, err
 	}
-	if c.Presented {
+	if c.planned == nil { // plugins have changed the container
 		if spec, err = m.launcher.Spec(inspectCtx, p.Info(), c.snapshot(), target); err != nil {
 			return nil, err
 		}
+	}
+	if c.planned = spec; c.joinsTarget() {
+		c.planned = nil
 	}
 	if err := fill(spec); err != nil {
 		return nil, err

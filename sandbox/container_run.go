@@ -130,8 +130,10 @@ func startable(c lockedContainer) error {
 // launchContainer launches a container from a snapshot, because the launch may outlast the caller's
 // lock. Nobody saves the sandbox of its pod meanwhile.
 func (m *Manager) launchContainer(ctx context.Context, p *pod, c lockedContainer) (started *proto.Started, err error) {
+	planned := c.planned
+	c.planned = nil // a repeated start reads the record
 	launch := func() (err error) {
-		started, err = m.launcher.Start(ctx, p.Info(), c.snapshot(), m.objects.targetPIDNS(c.container))
+		started, err = m.launcher.Start(ctx, p.Info(), c.snapshot(), planned, m.objects.targetPIDNS(c.container))
 		return err
 	}
 	if p.Sandboxed() {

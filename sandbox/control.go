@@ -179,7 +179,7 @@ func (k *control) setResources(c lockedContainer, resources *runtimeapi.LinuxCon
 	if _, err := kernelLimits(resources, added, k.node.Host); err != nil {
 		return err
 	}
-	c.Limits, c.Resources = added, resources
+	c.Limits, c.Resources, c.planned = added, resources, nil
 	return nil
 }
 

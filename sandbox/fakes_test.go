@@ -52,6 +52,7 @@ type fakeHost struct {
 
 	calls      []string
 	fail       map[string]int             // remaining failures of each call
+	planned    *specs.Spec                // that the last launch got; nil: it built one
 	holdDumps  bool                       // Prepare waits until it is cancelled
 	pods       map[string]state.Phase     // by ID, as recorded
 	containers map[string]state.Phase     // by ID, as recorded
@@ -145,9 +146,9 @@ func (f *fakeHost) process() *os.File {
 
 // Launcher
 
-func (f *fakeHost) PlanPause(context.Context, *state.Pod) (proto.PauseKind, error) {
+func (f *fakeHost) PlanPause(context.Context, *state.Pod) (proto.PauseKind, *specs.Spec, error) {
 	f.noteKind("plan", f.kind)
-	return f.kind, f.call("plan pause")
+	return f.kind, nil, f.call("plan pause")
 }
 
 // noteKind logs the kind of pause that a step got.
@@ -157,7 +158,7 @@ func (f *fakeHost) noteKind(step string, kind proto.PauseKind) {
 	f.kinds = append(f.kinds, fmt.Sprintf("%s %s", step, kind))
 }
 
-func (f *fakeHost) Pause(_ context.Context, pod *state.Pod) (*proto.Started, error) {
+func (f *fakeHost) Pause(_ context.Context, pod *state.Pod, _ *specs.Spec) (*proto.Started, error) {
 	f.noteKind("launch", pod.Pause)
 	if err := f.call("launch pause"); err != nil {
 		return nil, err
@@ -178,14 +179,17 @@ func (f *fakeHost) MakeVolumes(context.Context, *state.Container, rootfs.Spec) (
 }
 
 func (f *fakeHost) Validate(context.Context, *state.Pod, *state.Container, func() (string, error)) (*specs.Spec, error) {
-	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{}}, f.call("validate")
+	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{Resources: &specs.LinuxResources{}}}, f.call("validate")
 }
 
 func (f *fakeHost) Spec(context.Context, *state.Pod, *state.Container, func() (string, error)) (*specs.Spec, error) {
-	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{}}, f.call("spec")
+	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{Resources: &specs.LinuxResources{}}}, f.call("spec")
 }
 
-func (f *fakeHost) Start(_ context.Context, _ *state.Pod, c *state.Container, _ func() (string, error)) (*proto.Started, error) {
+func (f *fakeHost) Start(
+	_ context.Context, _ *state.Pod, c *state.Container, planned *specs.Spec, _ func() (string, error),
+) (*proto.Started, error) {
+	f.planned = planned
 	if err := f.call("launch"); err != nil {
 		return nil, err
 	}

@@ -31,15 +31,15 @@ import (
 // Launcher starts the processes of pods and containers. runtime.Launcher implements it and
 // documents the methods.
 type Launcher interface {
-	PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKind, error)
-	Pause(ctx context.Context, pod *state.Pod) (*proto.Started, error)
+	PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKind, *specs.Spec, error)
+	Pause(ctx context.Context, pod *state.Pod, planned *specs.Spec) (*proto.Started, error)
 	Root(ctx context.Context, pod *state.Pod, c *state.Container) (rootfs.Spec, error)
 	User(ctx context.Context, c *state.Container, root rootfs.Spec) (users.User, error)
 	MakeVolumes(ctx context.Context, c *state.Container, root rootfs.Spec) ([]oci.AnonymousVolume, error)
 	Validate(ctx context.Context, pod *state.Pod, c *state.Container,
 		targetPIDNS func() (string, error)) (*specs.Spec, error)
 	Spec(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*specs.Spec, error)
-	Start(ctx context.Context, pod *state.Pod, c *state.Container,
+	Start(ctx context.Context, pod *state.Pod, c *state.Container, planned *specs.Spec,
 		targetPIDNS func() (string, error)) (*proto.Started, error)
 	Describe(ctx context.Context, pod *state.Pod, c *state.Container,
 		targetPIDNS func() (string, error), describing *atomic.Bool) (*specs.Spec, error)

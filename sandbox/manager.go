@@ -79,7 +79,6 @@ type Manager struct {
 	meters   *meters
 	events   eventLog
 	handlers *handler.Set
-	appArmor *lsm.AppArmor
 	selinux  lsm.SELinux
 	labels   lsm.Holders
 
@@ -117,7 +116,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		m.log.Warn("the kernel refuses to lower oom_score_adj (CAP_SYS_RESOURCE is missing): pods and containers get the lowest value allowed",
 			"wanted", pauseOOMScore, "lowest", m.node.Host.OOMScoreAdjMin)
 	}
-	m.appArmor.Ensure(ctx)
+	parts.appArmor.Ensure(ctx)
 	if err := m.start(ctx); err != nil {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), closeLimit)
 		defer cancel()
@@ -156,7 +155,6 @@ func newManager(cfg Config, p *parts, tasks *task.Runner) *Manager {
 		meters:   newMeters(cfg, p, all, tasks),
 		events:   eventLog{log: cfg.Log, objects: all},
 		handlers: p.handlers,
-		appArmor: p.appArmor,
 		selinux:  p.selinux,
 
 		launcher:  p.launcher,

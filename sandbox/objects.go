@@ -6,6 +6,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
@@ -61,11 +62,10 @@ func (o objects) targetPIDNS(c *container) func() (string, error) {
 }
 
 func (o objects) findTargetPIDNS(c *container) (string, error) {
-	options := c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions()
-	if options.GetPid() != runtimeapi.NamespaceMode_TARGET {
+	if !c.joinsTarget() {
 		return "", nil
 	}
-	target, err := o.containers.Find(options.GetTargetId())
+	target, err := o.containers.Find(c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetTargetId())
 	if err != nil {
 		return "", fmt.Errorf("target of the PID namespace: %w", err)
 	}
@@ -89,6 +89,8 @@ type pod struct {
 	launched atomic.Int64                   // process ID of the pause before info has it; 0: not launched yet, or launched by an earlier daemon
 	start    *history.Recording             // the traces of its start; may be nil; never changed
 	stopped  atomic.Bool                    // this daemon started its stop and logs the end of the stop
+
+	planned *specs.Spec // runtime-spec of its pause, until the launch; access needs its lock
 
 	undoing    atomic.Bool // no client can see it, and it is being removed
 	unreleased atomic.Bool // its undo has failed, and CNI DEL is due
@@ -136,6 +138,11 @@ type container struct {
 	info         atomic.Pointer[state.Container] // the published snapshot; nil until created
 	sample       stats.SampleState               // of its writable layer
 	describing   atomic.Bool                     // a RuntimeSpec call inspects its mounts
+
+	// planned is the runtime-spec until the start. Access needs the container's lock. It is nil if
+	// the record must be read for it: after a restart of the daemon, after a change of the limits,
+	// and for a PID namespace of another container, which may end before the start.
+	planned *specs.Spec
 }
 
 // running is a container that has a shim.
@@ -152,6 +159,12 @@ type lockedContainer struct {
 
 func newContainer(spec *state.ContainerSpec, status state.ContainerStatus) *container {
 	return &container{ContainerSpec: spec, status: state.NewLocked(status)}
+}
+
+// joinsTarget reports whether the container joins the PID namespace of another one (ephemeral
+// containers).
+func (c *container) joinsTarget() bool {
+	return c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetPid() == runtimeapi.NamespaceMode_TARGET
 }
 
 // Visible implements state.Indexed.

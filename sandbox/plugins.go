@@ -64,7 +64,9 @@ func (n nriCalls) PresentContainer(
 	if err != nil || changes == nil {
 		return release, nil, err
 	}
-	c.Adjustment = changes.Adjustment
+	if c.Adjustment = changes.Adjustment; c.Adjustment != nil {
+		c.planned = nil
+	}
 	if !changes.Own.Empty() {
 		err = n.control.setResources(c, mergeResources(c.Resources, changes.Own.Resources), changes.Own.Limits)
 	}

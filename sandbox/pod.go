@@ -169,7 +169,7 @@ func (m *Manager) planPod(ctx context.Context, plan podPlan) (_ *pod, err error)
 		return nil, err
 	}
 	undo.Add("release SELinux labels", func() error { m.labels.Release(m.selinux, spec.Labels, id); return nil })
-	if spec.Pause, err = m.launcher.PlanPause(ctx, p.unshared().snapshot()); err != nil {
+	if spec.Pause, p.planned, err = m.launcher.PlanPause(ctx, p.unshared().snapshot()); err != nil {
 		return nil, err
 	}
 	m.pool.ExpectPause(spec.Pause, m.node.SystemdCgroup)
@@ -200,7 +200,8 @@ func (m *Manager) connectAndLaunch(ctx context.Context, p lockedPod) (pause *pro
 	if needsNetwork(p.PodSpec) {
 		group.SetLimit(1) // sequentially
 	}
-	snapshot := p.snapshot()
+	snapshot, planned := p.snapshot(), p.planned
+	p.planned = nil
 	group.Go(func() error {
 		return m.tasks.Guard("attach network", p.String(), func() (err error) {
 			p.IPs, err = m.network.Attach(gctx, p.PodSpec, p.Network)
@@ -209,7 +210,7 @@ func (m *Manager) connectAndLaunch(ctx context.Context, p lockedPod) (pause *pro
 	})
 	group.Go(func() error {
 		return m.tasks.Guard("launch pause", p.String(), func() (err error) {
-			if pause, err = m.launcher.Pause(gctx, snapshot); err == nil {
+			if pause, err = m.launcher.Pause(gctx, snapshot, planned); err == nil {
 				p.launched.Store(int64(pause.InitPID))
 			}
 			return err

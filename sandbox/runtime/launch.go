@@ -44,18 +44,21 @@ type Launcher struct {
 	IgnoreVolumes bool     // containers get no anonymous volumes
 }
 
-// Pause starts the pod's pause in its existing namespaces.
-func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, error) {
+// Pause starts the pod's pause in its existing namespaces. planned is the runtime-spec that PlanPause
+// returned.
+func (k Launcher) Pause(ctx context.Context, pod *state.Pod, planned *specs.Spec) (*proto.Started, error) {
 	ctx, span := trace.Nest(ctx, "pause")
 	defer span.End()
 	root, files, err := k.pauseRoot(pod)
 	if err != nil {
 		return nil, err
 	}
-	request, err := k.pauseLaunch(ctx, pod, root, files)
-	if err != nil {
-		return nil, err
+	if planned == nil {
+		if planned, err = k.describePause(ctx, pod, files); err != nil {
+			return nil, err
+		}
 	}
+	request := k.pauseLaunch(pod, root, planned)
 	failpoint.Reach("pause.make-directory")
 	if err := os.MkdirAll(filepath.Join(request.Dir, "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of pod %s: %w", pod.ID, err)
@@ -69,20 +72,21 @@ func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, er
 	return started, nil
 }
 
-// PlanPause decides how the pod's pause is created. It refuses a pod whose embedded pause cannot be
-// described. It does not change the host.
-func (k Launcher) PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKind, error) {
+// PlanPause decides how the pod's pause is created, and builds its runtime-spec. That of a pause
+// image is nil, because its users are not known yet. PlanPause refuses a pod whose embedded pause
+// cannot be described. It does not change the host.
+func (k Launcher) PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKind, *specs.Spec, error) {
 	if pod.PauseImage != nil {
-		return proto.ContainerPause, nil
+		return proto.ContainerPause, nil, nil
 	}
-	request, err := k.pauseLaunch(ctx, pod, k.embeddedRoot(pod), UserFiles{})
+	spec, err := k.describePause(ctx, pod, UserFiles{})
 	if err != nil {
-		return "", err
+		return "", nil, err
 	}
-	if request.FitsPlainPause() {
-		return proto.PlainPause, nil
+	if k.pauseLaunch(pod, k.embeddedRoot(pod), spec).FitsPlainPause() {
+		return proto.PlainPause, spec, nil
 	}
-	return proto.ContainerPause, nil
+	return proto.ContainerPause, spec, nil
 }
 
 // pauseRoot makes the root filesystem of the pod's pause and reads its user files. An image gets a
@@ -105,10 +109,8 @@ func (k Launcher) embeddedRoot(pod *state.Pod) rootfs.Spec {
 	return k.Roots.Pause(k.PauseDir, k.idMap(pod), pod.Labels.Mount)
 }
 
-// pauseLaunch returns the launch request of the pod's pause with that root filesystem.
-func (k Launcher) pauseLaunch(
-	ctx context.Context, pod *state.Pod, root rootfs.Spec, files UserFiles,
-) (*proto.Launch, error) {
+// describePause builds the runtime-spec of the pod's pause. files are those of the pause image.
+func (k Launcher) describePause(ctx context.Context, pod *state.Pod, files UserFiles) (*specs.Spec, error) {
 	var config *ocispec.ImageConfig
 	var imageUser string
 	if image := pod.PauseImage; image != nil {
@@ -119,10 +121,11 @@ func (k Launcher) pauseLaunch(
 	if err != nil {
 		return nil, err
 	}
-	spec, err := k.pauseSpec(ctx, pod, user, config)
-	if err != nil {
-		return nil, err
-	}
+	return k.pauseSpec(ctx, pod, user, config)
+}
+
+// pauseLaunch returns the launch request of the pod's pause.
+func (k Launcher) pauseLaunch(pod *state.Pod, root rootfs.Spec, spec *specs.Spec) *proto.Launch {
 	return &proto.Launch{
 		ID:            pod.ID,
 		Dir:           k.Node.Shim(pod.ID),
@@ -133,7 +136,7 @@ func (k Launcher) pauseLaunch(
 		Pause:         pod.Pause,
 		Runtime:       pod.Runtime.Program(),
 		Restore:       k.restoreSandbox(pod, pod.Restore),
-	}, nil
+	}
 }
 
 // Root makes the writable root filesystem of a container.
@@ -228,9 +231,10 @@ func (k Launcher) labelMounts(ctx context.Context, sources []string, labels conf
 	return nil
 }
 
-// Start starts a container of a running pod. targetPIDNS is as for Spec.
+// Start starts a container of a running pod. planned is the runtime-spec from Validate or Spec. If
+// it is nil, Start builds it like Spec.
 func (k Launcher) Start(
-	ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
+	ctx context.Context, pod *state.Pod, c *state.Container, planned *specs.Spec, targetPIDNS func() (string, error),
 ) (*proto.Started, error) {
 	root, err := k.Root(ctx, pod, c)
 	if err != nil {
@@ -240,7 +244,7 @@ func (k Launcher) Start(
 	if err != nil {
 		return nil, err
 	}
-	spec, err := k.Spec(ctx, pod, c, targetPIDNS)
+	spec, err := k.launchSpec(ctx, pod, c, planned, targetPIDNS)
 	if err != nil {
 		return nil, err
 	}
@@ -262,6 +266,18 @@ func (k Launcher) Start(
 		Stdin: c.Config.GetStdin(), StdinOnce: c.Config.GetStdinOnce(), Terminal: c.Config.GetTty(),
 		Runtime: pod.Runtime.Program(), Restore: restore,
 	})
+}
+
+// launchSpec returns the planned runtime-spec after all volumes have answered and the default
+// AppArmor profile is loaded, so that the launcher hangs at no dead volume. It builds a missing one.
+func (k Launcher) launchSpec(
+	ctx context.Context, pod *state.Pod, c *state.Container, planned *specs.Spec, targetPIDNS func() (string, error),
+) (*specs.Spec, error) {
+	if planned == nil {
+		return k.Spec(ctx, pod, c, targetPIDNS)
+	}
+	k.AppArmor.Ensure(ctx)
+	return planned, k.awaitVolumes(ctx, c)
 }
 
 // restoreLimit bounds the restore of a container. kubelet waits for two minutes.

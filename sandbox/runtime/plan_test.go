@@ -61,7 +61,8 @@ func TestPlanPause(t *testing.T) {
 			p := &state.PodSpec{ID: "p", NetNS: "/netns/p", Tmpfs: true,
 				Config: &runtimeapi.PodSandboxConfig{Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: sc}}}
 			test.change(p, sc)
-			if got, err := k.PlanPause(t.Context(), &state.Pod{PodSpec: p}); got != test.want || err != nil {
+			got, spec, err := k.PlanPause(t.Context(), &state.Pod{PodSpec: p})
+			if got != test.want || err != nil || (spec == nil) != (p.PauseImage != nil) {
 				t.Errorf("%q, %v; want %q", got, err, test.want)
 			}
 		})
@@ -72,7 +73,7 @@ func TestPlanPause(t *testing.T) {
 func TestPlanPauseRefuses(t *testing.T) {
 	t.Parallel()
 	p := &state.PodSpec{ID: "p", NetNS: "/netns/p", Config: &runtimeapi.PodSandboxConfig{Hostname: "a b"}}
-	if _, err := testLauncher().PlanPause(t.Context(), &state.Pod{PodSpec: p}); errdefs.Code(err) != codes.InvalidArgument {
+	if _, _, err := testLauncher().PlanPause(t.Context(), &state.Pod{PodSpec: p}); errdefs.Code(err) != codes.InvalidArgument {
 		t.Errorf("got %v, want InvalidArgument", err)
 	}
 }
