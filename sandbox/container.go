@@ -211,12 +211,6 @@ func (m *Manager) enterContainer(ctx context.Context, p *pod, c lockedContainer)
 	return nil
 }
 
-// writeContainer records a container that is being created or started.
-func (m *Manager) writeContainer(ctx context.Context, c lockedContainer) error {
-	defer trace.Begin(ctx, "record").End()
-	return m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus)
-}
-
 // makeContainer creates the writable layer and the anonymous volumes, lets plugins adjust the
 // container, validates its launch request, and publishes it. A stop of the pod cancels it. from is
 // the checkpoint that the container continues, or nil.

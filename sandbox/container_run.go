@@ -127,6 +127,12 @@ func startable(c lockedContainer) error {
 	return errdefs.FailedPrecondition("container %s has exited", c.ID)
 }
 
+// writeContainer records a container that is being created or started.
+func (m *Manager) writeContainer(ctx context.Context, c lockedContainer) error {
+	defer trace.Begin(ctx, "record").End()
+	return m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus)
+}
+
 // launchContainer launches a container from a snapshot, because the launch may outlast the caller's
 // lock. Nobody saves the sandbox of its pod meanwhile.
 func (m *Manager) launchContainer(ctx context.Context, p *pod, c lockedContainer) (started *proto.Started, err error) {
@@ -142,6 +148,30 @@ func (m *Manager) launchContainer(ctx context.Context, p *pod, c lockedContainer
 		err = launch()
 	}
 	return started, err
+}
+
+// targetPIDNS returns a function that finds the PID namespace of an ephemeral container's target.
+// It is called late and needs no lock, because the target may exit at any time.
+func (o objects) targetPIDNS(c *container) func() (string, error) {
+	return func() (string, error) { return o.findTargetPIDNS(c) }
+}
+
+func (o objects) findTargetPIDNS(c *container) (string, error) {
+	if !c.joinsTarget() {
+		return "", nil
+	}
+	target, err := o.containers.Find(c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetTargetId())
+	if err != nil {
+		return "", fmt.Errorf("target of the PID namespace: %w", err)
+	}
+	if target.PodID != c.PodID {
+		return "", errdefs.InvalidArgument("target container %s of the PID namespace is in another pod", target.ID)
+	}
+	run := target.running.Load()
+	if run == nil || run.HasEnded() {
+		return "", errdefs.FailedPrecondition("target container %s of the PID namespace is not running", target.ID)
+	}
+	return fmt.Sprintf("/proc/%d/ns/pid", run.PID), nil
 }
 
 // readyPod returns the pod if it is ready and its pause runs. Containers join namespaces by the

@@ -1,7 +1,6 @@
 package sandbox
 
 import (
-	"fmt"
 	"os"
 	"sync/atomic"
 	"time"
@@ -9,7 +8,6 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/errdefs"
 	"berth/internal/task"
 	"berth/sandbox/history"
 	"berth/sandbox/runtime"
@@ -53,30 +51,6 @@ func (o objects) runtimeOf(c *container) *ociruntime.Runtime {
 		return nil
 	}
 	return p.Runtime.Program()
-}
-
-// targetPIDNS returns a function that finds the PID namespace of an ephemeral container's target.
-// It is called late and needs no lock, because the target may exit at any time.
-func (o objects) targetPIDNS(c *container) func() (string, error) {
-	return func() (string, error) { return o.findTargetPIDNS(c) }
-}
-
-func (o objects) findTargetPIDNS(c *container) (string, error) {
-	if !c.joinsTarget() {
-		return "", nil
-	}
-	target, err := o.containers.Find(c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetTargetId())
-	if err != nil {
-		return "", fmt.Errorf("target of the PID namespace: %w", err)
-	}
-	if target.PodID != c.PodID {
-		return "", errdefs.InvalidArgument("target container %s of the PID namespace is in another pod", target.ID)
-	}
-	run := target.running.Load()
-	if run == nil || run.HasEnded() {
-		return "", errdefs.FailedPrecondition("target container %s of the PID namespace is not running", target.ID)
-	}
-	return fmt.Sprintf("/proc/%d/ns/pid", run.PID), nil
 }
 
 // pod owns a pod: its Spec, its Status and its pause. Only lockPod gives access to the Status.

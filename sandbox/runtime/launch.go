@@ -6,14 +6,10 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
-	"time"
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
-	"berth/checkpoint/process/archive"
-	"berth/internal/criu"
-	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/rootfs"
 	"berth/internal/task"
@@ -45,16 +41,14 @@ type Launcher struct {
 }
 
 // Pause starts the pod's pause in its existing namespaces. planned is the runtime-spec that PlanPause
-// returned.
+// has returned.
 func (k Launcher) Pause(ctx context.Context, pod *state.Pod, planned *specs.Spec) (*proto.Started, error) {
 	ctx, span := trace.Nest(ctx, "pause")
 	defer span.End()
-	root, files, err := k.pauseRoot(pod)
-	if err != nil {
-		return nil, err
-	}
-	if planned == nil {
-		if planned, err = k.describePause(ctx, pod, files); err != nil {
+	root := k.embeddedRoot(pod)
+	if pod.PauseImage != nil {
+		var err error
+		if root, planned, err = k.planImage(ctx, pod); err != nil {
 			return nil, err
 		}
 	}
@@ -89,20 +83,20 @@ func (k Launcher) PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKin
 	return proto.ContainerPause, spec, nil
 }
 
-// pauseRoot makes the root filesystem of the pod's pause and reads its user files. An image gets a
-// writable layer because the launcher makes mount points in it. The usual pause image contains only
-// its program.
-func (k Launcher) pauseRoot(pod *state.Pod) (rootfs.Spec, UserFiles, error) {
-	image := pod.PauseImage
-	if image == nil {
-		return k.embeddedRoot(pod), UserFiles{}, nil
-	}
-	root, err := k.Roots.Writable(pod.ID, image, k.idMap(pod), pod.Labels.Mount, 0)
+// planImage makes the root filesystem of a pause image, reads its user files, and builds the
+// runtime-spec. The image gets a writable layer because the launcher makes mount points in it. The
+// usual pause image contains only its program.
+func (k Launcher) planImage(ctx context.Context, pod *state.Pod) (rootfs.Spec, *specs.Spec, error) {
+	root, err := k.Roots.Writable(pod.ID, pod.PauseImage, k.idMap(pod), pod.Labels.Mount, 0)
 	if err != nil {
-		return root, UserFiles{}, fmt.Errorf("make root filesystem of pause image: %w", err)
+		return root, nil, fmt.Errorf("make root filesystem of pause image: %w", err)
 	}
-	files, err := k.Users.Of(image.ID, root)
-	return root, files, err
+	files, err := k.Users.Of(pod.PauseImage.ID, root)
+	if err != nil {
+		return root, nil, err
+	}
+	spec, err := k.describePause(ctx, pod, files)
+	return root, spec, err
 }
 
 func (k Launcher) embeddedRoot(pod *state.Pod) rootfs.Spec {
@@ -248,9 +242,11 @@ func (k Launcher) Start(
 	if err != nil {
 		return nil, err
 	}
-	restore, err := k.restore(ctx, pod, c)
-	if err != nil {
-		return nil, err
+	var restore *proto.Restore
+	if c.Restore != nil || pod.Restore != nil {
+		if restore, err = k.restore(ctx, pod, c); err != nil {
+			return nil, err
+		}
 	}
 	dir := k.Node.Shim(c.ID)
 	failpoint.Reach("container.make-directory")
@@ -266,64 +262,4 @@ func (k Launcher) Start(
 		Stdin: c.Config.GetStdin(), StdinOnce: c.Config.GetStdinOnce(), Terminal: c.Config.GetTty(),
 		Runtime: pod.Runtime.Program(), Restore: restore,
 	})
-}
-
-// launchSpec returns the planned runtime-spec after all volumes have answered and the default
-// AppArmor profile is loaded, so that the launcher hangs at no dead volume. It builds a missing one.
-func (k Launcher) launchSpec(
-	ctx context.Context, pod *state.Pod, c *state.Container, planned *specs.Spec, targetPIDNS func() (string, error),
-) (*specs.Spec, error) {
-	if planned == nil {
-		return k.Spec(ctx, pod, c, targetPIDNS)
-	}
-	k.AppArmor.Ensure(ctx)
-	return planned, k.awaitVolumes(ctx, c)
-}
-
-// restoreLimit bounds the restore of a container. kubelet waits for two minutes.
-const restoreLimit = 110 * time.Second
-
-// restoreSandbox returns the checkpoint that a pod's sandbox or the container in it continues, or
-// nil.
-func (k Launcher) restoreSandbox(pod *state.Pod, r *state.Restore) *proto.Restore {
-	if r == nil {
-		return nil
-	}
-	images := filepath.Join(k.Node.CheckpointOf(pod.ID, r), archive.ImagesDir)
-	return &proto.Restore{Images: images, Limit: restoreLimit}
-}
-
-// checkRestored returns FailedPrecondition if a pod's sandbox waits for the restore of a container.
-// It would take the next container for that one.
-func checkRestored(ctx context.Context, pod *state.Pod) error {
-	if pod.Restore == nil {
-		return nil
-	}
-	runs, err := pod.Runtime.Program().HasProcesses(ctx, pod.ID)
-	if err == nil && !runs {
-		err = errdefs.FailedPrecondition(
-			"the restored container of pod sandbox %s must start first; if it has failed, remove the pod", pod.ID)
-	}
-	return err
-}
-
-// restore returns the checkpoint that a container continues, or nil.
-func (k Launcher) restore(ctx context.Context, pod *state.Pod, c *state.Container) (*proto.Restore, error) {
-	if c.Restore == nil {
-		return nil, checkRestored(ctx, pod)
-	}
-	if pod.Sandboxed() {
-		return k.restoreSandbox(pod, c.Restore), nil
-	}
-	program, err := criu.Locate(k.Node.CRIU)
-	if err != nil {
-		return nil, errdefs.FailedPrecondition("restore: %w", err)
-	}
-	images := filepath.Join(k.Node.CheckpointOf(c.PodID, c.Restore), archive.ImagesDir)
-	// Those of containers that have started are removed.
-	pending, err := filepath.Glob(filepath.Join(k.Node.Checkpoint(c.PodID), "*", archive.ImagesDir))
-	if err != nil {
-		return nil, fmt.Errorf("restore: %w", err)
-	}
-	return &proto.Restore{CRIU: program, Images: images, Limit: restoreLimit, Pending: pending}, nil
 }

@@ -55,12 +55,14 @@ type Running struct {
 }
 
 // Launched returns the processes of a launch.
-func Launched(s *proto.Started) *Running { return newRunning(s.Init, s.Shim, s.InitPID, s.StartedAt) }
-
-func newRunning(init, shim *os.File, pid int, startedAt time.Time) *Running {
-	r := &Running{Init: init, Shim: shim, PID: pid, StartedAt: startedAt, Exited: make(chan struct{})}
+func Launched(s *proto.Started) *Running {
+	r := &Running{Init: s.Init, Shim: s.Shim, PID: s.InitPID, StartedAt: s.StartedAt, Exited: make(chan struct{})}
 	r.settled, r.settle = context.WithCancel(context.Background())
 	return r
+}
+
+func newRunning(init, shim *os.File, pid int, startedAt time.Time) *Running {
+	return Launched(&proto.Started{Init: init, Shim: shim, Processes: proto.Processes{InitPID: pid, StartedAt: startedAt}})
 }
 
 // Close closes the pidfds.

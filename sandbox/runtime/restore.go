@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	goruntime "runtime"
+	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
@@ -13,9 +15,11 @@ import (
 	"berth/checkpoint/process"
 	"berth/checkpoint/process/archive"
 	"berth/image/unpack"
+	"berth/internal/criu"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/sandbox/state"
+	"berth/shim/proto"
 )
 
 // Unpacker unpacks a tar into a directory, in a confined process. *process.Program implements it.
@@ -79,4 +83,52 @@ func (k Restores) Compare(ctx context.Context, a *archive.Archive, c *state.Cont
 		ImageID: c.Image.ID,
 		Spec:    spec,
 	})
+}
+
+// restoreLimit bounds the restore of a container. kubelet waits for two minutes.
+const restoreLimit = 110 * time.Second
+
+// restoreSandbox returns the checkpoint that a pod's sandbox or the container in it continues, or
+// nil.
+func (k Launcher) restoreSandbox(pod *state.Pod, r *state.Restore) *proto.Restore {
+	if r == nil {
+		return nil
+	}
+	images := filepath.Join(k.Node.CheckpointOf(pod.ID, r), archive.ImagesDir)
+	return &proto.Restore{Images: images, Limit: restoreLimit}
+}
+
+// checkRestored returns FailedPrecondition if a pod's sandbox waits for the restore of a container.
+// It would take the next container for that one.
+func checkRestored(ctx context.Context, pod *state.Pod) error {
+	if pod.Restore == nil {
+		return nil
+	}
+	runs, err := pod.Runtime.Program().HasProcesses(ctx, pod.ID)
+	if err == nil && !runs {
+		err = errdefs.FailedPrecondition(
+			"the restored container of pod sandbox %s must start first; if it has failed, remove the pod", pod.ID)
+	}
+	return err
+}
+
+// restore returns the checkpoint that a container continues, or nil.
+func (k Launcher) restore(ctx context.Context, pod *state.Pod, c *state.Container) (*proto.Restore, error) {
+	if c.Restore == nil {
+		return nil, checkRestored(ctx, pod)
+	}
+	if pod.Sandboxed() {
+		return k.restoreSandbox(pod, c.Restore), nil
+	}
+	program, err := criu.Locate(k.Node.CRIU)
+	if err != nil {
+		return nil, errdefs.FailedPrecondition("restore: %w", err)
+	}
+	images := filepath.Join(k.Node.CheckpointOf(c.PodID, c.Restore), archive.ImagesDir)
+	// Those of containers that have started are removed.
+	pending, err := filepath.Glob(filepath.Join(k.Node.Checkpoint(c.PodID), "*", archive.ImagesDir))
+	if err != nil {
+		return nil, fmt.Errorf("restore: %w", err)
+	}
+	return &proto.Restore{CRIU: program, Images: images, Limit: restoreLimit, Pending: pending}, nil
 }

@@ -7,6 +7,8 @@ import (
 	"path"
 	"sync"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+
 	"berth/internal/task"
 	"berth/oci"
 	"berth/sandbox/state"
@@ -110,4 +112,16 @@ func (k Launcher) awaitVolumes(ctx context.Context, c *state.Container) error {
 		}
 	}
 	return nil
+}
+
+// launchSpec returns the planned runtime-spec after all volumes have answered and the default
+// AppArmor profile is loaded, so that the launcher hangs at no dead volume. It builds a missing one.
+func (k Launcher) launchSpec(
+	ctx context.Context, pod *state.Pod, c *state.Container, planned *specs.Spec, targetPIDNS func() (string, error),
+) (*specs.Spec, error) {
+	if planned == nil {
+		return k.Spec(ctx, pod, c, targetPIDNS)
+	}
+	k.AppArmor.Ensure(ctx)
+	return planned, k.awaitVolumes(ctx, c)
 }
