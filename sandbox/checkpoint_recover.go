@@ -11,10 +11,10 @@ import (
 	"berth/sandbox/state"
 )
 
-// undoLeft undoes the checkpoints of an earlier daemon before clients can use their
-// directories again. After an error it retries in the background: a CRIU that hangs in the kernel
-// must not keep the daemon from starting. Until it succeeds, new checkpoints are refused, so it
-// undoes none of them.
+// undoLeft undoes the checkpoints of an earlier daemon before clients can use their directories
+// again. After an error it retries in the background: a CRIU that hangs in the kernel must not keep
+// the daemon from starting. Until it succeeds, new checkpoints are refused, so it undoes none of
+// them.
 func (k *checkpoints) undoLeft(ctx context.Context) error {
 	damaged, err := k.outputs.Load()
 	logDamaged(k.log, "checkpoint", damaged)

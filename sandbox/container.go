@@ -75,8 +75,8 @@ type containerPlan struct {
 	archive *archive.Archive // that checkpoint
 }
 
-// createContainer creates a container. It runs in a separate goroutine and continues when the caller
-// leaves.
+// createContainer creates a container. It runs in a separate goroutine and continues when the
+// caller leaves.
 func (m *Manager) createContainer(caller context.Context, p *pod, plan containerPlan, identity string) (string, error) {
 	defer m.tasks.BeginUpTo(task.Limit, "create", identity)()
 	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)

@@ -57,8 +57,8 @@ func (o *oomCounter) sum() uint64 {
 	return o.total
 }
 
-// oomKillsSoFar returns how many processes in containers the OOM killer has killed since the daemon's
-// start. It reads one file for each running container.
+// oomKillsSoFar returns how many processes in containers the OOM killer has killed since the
+// daemon's start. It reads one file for each running container.
 func (s *meters) oomKillsSoFar() uint64 {
 	for _, c := range s.objects.containers.Snapshot() {
 		if c.running.Load() != nil {

@@ -31,8 +31,8 @@ const (
 )
 
 // Outputs are the recorded directories of clients that checkpoints fill. The records are in the
-// directory dir. Earlier versions named a record by its pod. The lock guards the other fields and is
-// held only to use them.
+// directory dir. Earlier versions named a record by its pod. The lock guards the other fields and
+// is held only to use them.
 type Outputs struct {
 	dir    string
 	mu     sync.Mutex

@@ -40,8 +40,8 @@ type Launcher struct {
 	IgnoreVolumes bool     // containers get no anonymous volumes
 }
 
-// Pause starts the pod's pause in its existing namespaces. planned is the runtime-spec that PlanPause
-// has returned.
+// Pause starts the pod's pause in its existing namespaces. planned is the runtime-spec that
+// PlanPause has returned.
 func (k Launcher) Pause(ctx context.Context, pod *state.Pod, planned *specs.Spec) (*proto.Started, error) {
 	ctx, span := trace.Nest(ctx, "pause")
 	defer span.End()

@@ -115,7 +115,8 @@ func (k Launcher) awaitVolumes(ctx context.Context, c *state.Container) error {
 }
 
 // launchSpec returns the planned runtime-spec after all volumes have answered and the default
-// AppArmor profile is loaded, so that the launcher hangs at no dead volume. It builds a missing one.
+// AppArmor profile is loaded, so that the launcher hangs at no dead volume. It builds a missing
+// one.
 func (k Launcher) launchSpec(
 	ctx context.Context, pod *state.Pod, c *state.Container, planned *specs.Spec, targetPIDNS func() (string, error),
 ) (*specs.Spec, error) {

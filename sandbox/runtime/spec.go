@@ -16,14 +16,15 @@ import (
 	"berth/sandbox/state"
 )
 
-// profiles load the default AppArmor profile. *lsm.AppArmor implements it and documents the methods.
+// profiles load the default AppArmor profile. *lsm.AppArmor implements it and documents the
+// methods.
 type profiles interface {
 	Ensure(ctx context.Context)
 	Problem() string
 }
 
-// pauseSpec returns the runtime-spec of a pod's pause. image is the config of the pause image, nil for
-// the embedded pause.
+// pauseSpec returns the runtime-spec of a pod's pause. image is the config of the pause image, nil
+// for the embedded pause.
 func (k Launcher) pauseSpec(
 	ctx context.Context, p *state.Pod, user users.User, image *ocispec.ImageConfig,
 ) (*specs.Spec, error) {
@@ -84,8 +85,8 @@ func (k Launcher) containerSpec(
 	return spec, k.bindDevices(p, c, names, spec)
 }
 
-// raiseOOMScore raises the oom_score_adj of a process, whoever has requested it, to the lowest value
-// that the node permits.
+// raiseOOMScore raises the oom_score_adj of a process, whoever has requested it, to the lowest
+// value that the node permits.
 func raiseOOMScore(p *specs.Process, facts host.Facts) {
 	if p.OOMScoreAdj != nil {
 		score := max(*p.OOMScoreAdj, facts.OOMScoreAdjMin)

@@ -61,8 +61,8 @@ func (e *ends) fill() error {
 	return nil
 }
 
-// openIO opens the streams between the container's process and its monitor. uid and gid are those of
-// the container's root on the host.
+// openIO opens the streams between the container's process and its monitor. uid and gid are those
+// of the container's root on the host.
 func (c *launch) openIO(uid, gid int) (err error) {
 	c.io = &stdio{}
 	if _, plain := c.backend.(*pauseBackend); plain {
