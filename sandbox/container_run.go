@@ -388,7 +388,9 @@ func (m *Manager) UpdateContainerResources(ctx context.Context, id string,
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "update", c.String(), func(ctx context.Context) error {
-		return m.control.lockContainer(ctx, c, "update", func(c lockedContainer) error { return m.updateResources(ctx, c, res) })
+		return m.control.lockContainer(ctx, c, "update", func(c lockedContainer) error {
+			return m.updateResources(ctx, c, res)
+		})
 	})
 }
 

@@ -136,8 +136,15 @@ func (m *Manager) planPod(ctx context.Context, plan podPlan) (_ *pod, err error)
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	id, config := plan.id, plan.config
-	spec := &state.PodSpec{ID: id, BootID: m.bootID, CreatedAt: m.objects.podCreation(config.GetMetadata()), Config: config,
-		Handler: plan.handler, Restore: plan.restore, Tmpfs: true}
+	spec := &state.PodSpec{
+		ID:        id,
+		BootID:    m.bootID,
+		CreatedAt: m.objects.podCreation(config.GetMetadata()),
+		Config:    config,
+		Handler:   plan.handler,
+		Restore:   plan.restore,
+		Tmpfs:     true,
+	}
 	if spec.CgroupsPath, err = m.node.CgroupsPath(config.GetLinux().GetCgroupParent(), id); err != nil {
 		return nil, err
 	}

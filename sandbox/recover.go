@@ -234,7 +234,8 @@ func (r *recovery) recoverContainer(c lockedContainer) (launched bool, err error
 	if !state.IsContainerPhase(c.Phase()) { // of a later version; Move would refuse all transitions
 		return false, fmt.Errorf("its record has the unknown phase %q", c.Phase())
 	}
-	if _, known := r.m.objects.pods.Get(c.PodID); !known || c.Phase() == state.Removing || c.Phase() == state.ContainerCreating {
+	_, known := r.m.objects.pods.Get(c.PodID)
+	if !known || c.Phase() == state.Removing || c.Phase() == state.ContainerCreating {
 		// The pod is lost, the container is being removed, or no client got its ID.
 		r.m.unfinished.Later("undo", c.String(), func(ctx context.Context) error {
 			return r.m.removeContainer(ctx, c.container)
@@ -291,7 +292,9 @@ func (r *recovery) recoverCreated(c lockedContainer) error {
 
 // findShim watches the shim of a container again, or publishes how it ended.
 func (r *recovery) findShim(ctx context.Context, found *container) error {
-	return r.m.control.lockContainer(ctx, found, "find the shim of", func(c lockedContainer) error { return r.adoptShim(ctx, c) })
+	return r.m.control.lockContainer(ctx, found, "find the shim of", func(c lockedContainer) error {
+		return r.adoptShim(ctx, c)
+	})
 }
 
 func (r *recovery) adoptShim(ctx context.Context, c lockedContainer) error {

@@ -158,7 +158,10 @@ func (k Launcher) Spec(
 ) (*specs.Spec, error) {
 	defer trace.Begin(ctx, "describe").End()
 	var spec *specs.Spec
-	err := k.detached(ctx, c, "describe", func() (err error) { spec, err = k.describe(ctx, pod, c, targetPIDNS); return err })
+	err := k.detached(ctx, c, "describe", func() (err error) {
+		spec, err = k.describe(ctx, pod, c, targetPIDNS)
+		return err
+	})
 	if err != nil { // another goroutine may still write spec
 		return nil, err
 	}

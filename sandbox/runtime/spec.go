@@ -32,8 +32,17 @@ func (k Launcher) pauseSpec(
 	if p.Sandboxed() { // the sandbox of all containers is in the cgroup of the pause
 		cpus = ""
 	}
-	spec, err := oci.SandboxSpec(oci.SandboxInput{Pod: podOf(k.Node, p), Labels: p.Labels, Host: k.facts(ctx, p), Files: host.Files{},
-		SystemdCgroup: k.Node.SystemdCgroup, User: user, Image: image, Seccomp: k.Node.Defaults.Seccomp, CPUs: cpus})
+	spec, err := oci.SandboxSpec(oci.SandboxInput{
+		Pod:           podOf(k.Node, p),
+		Labels:        p.Labels,
+		Host:          k.facts(ctx, p),
+		Files:         host.Files{},
+		SystemdCgroup: k.Node.SystemdCgroup,
+		User:          user,
+		Image:         image,
+		Seccomp:       k.Node.Defaults.Seccomp,
+		CPUs:          cpus,
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -56,10 +65,22 @@ func (k Launcher) containerSpec(
 		}
 	}
 	spec, err := oci.ContainerSpec(oci.ContainerInput{
-		ID: c.ID, Pod: podOf(k.Node, p), Config: c.Config, Image: &c.Image.Config, User: c.User, Labels: c.Labels, Host: facts,
-		SystemdCgroup: k.Node.SystemdCgroup, TargetPIDNS: targetPIDNS, Resources: c.Resources, Files: host.Files{},
-		ImageVolumes: volumes, DeviceOwnership: k.Node.OwnDevices, Defaults: k.Node.Defaults,
-		Volumes: c.Anonymous, VolumesDir: k.Node.Volumes(c.ID),
+		ID:              c.ID,
+		Pod:             podOf(k.Node, p),
+		Config:          c.Config,
+		Image:           &c.Image.Config,
+		User:            c.User,
+		Labels:          c.Labels,
+		Host:            facts,
+		SystemdCgroup:   k.Node.SystemdCgroup,
+		TargetPIDNS:     targetPIDNS,
+		Resources:       c.Resources,
+		Files:           host.Files{},
+		ImageVolumes:    volumes,
+		DeviceOwnership: k.Node.OwnDevices,
+		Defaults:        k.Node.Defaults,
+		Volumes:         c.Anonymous,
+		VolumesDir:      k.Node.Volumes(c.ID),
 	})
 	if err != nil {
 		return nil, err
