@@ -122,7 +122,7 @@ func (x *index) origins(ref registry.Reference, layers []digest.Digest) map[dige
 }
 
 // origin returns the closest origin among the names of an image.
-func (r record) origin(ref registry.Reference) origin {
+func (r imageRecord) origin(ref registry.Reference) origin {
 	best := fromElsewhere
 	for _, names := range [][]string{r.Digests, r.Tags} {
 		for _, name := range names {

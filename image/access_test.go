@@ -290,7 +290,7 @@ func TestOriginsFindClosest(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			x := &index{
 				byID:    map[string]*Image{one: {Layers: []digest.Digest{layer(1), layer(2)}}, two: {Layers: []digest.Digest{layer(1)}}},
-				records: map[string]record{one: {Tags: tc.names}, two: {Tags: []string{"reg.example/app:v2"}}},
+				records: map[string]imageRecord{one: {Tags: tc.names}, two: {Tags: []string{"reg.example/app:v2"}}},
 			}
 			got := x.origins(ref, []digest.Digest{layer(1), layer(2), layer(3)})
 			if got[layer(1)] != fromRepository || got[layer(2)] != tc.want || got[layer(3)] != fromElsewhere {
@@ -304,14 +304,14 @@ func TestOriginsFindClosest(t *testing.T) {
 // registry.
 func BenchmarkOrigins(b *testing.B) {
 	const layers = 10
-	x := &index{byID: map[string]*Image{}, records: map[string]record{}}
+	x := &index{byID: map[string]*Image{}, records: map[string]imageRecord{}}
 	for i := range 1000 {
 		id := digest.FromString(fmt.Sprint(i)).String()
 		img := &Image{ID: id}
 		for l := range layers {
 			img.Layers = append(img.Layers, digest.FromString(fmt.Sprint(i, l)))
 		}
-		x.byID[id], x.records[id] = img, record{Tags: []string{fmt.Sprint("reg.example/app:", i)}, Digests: []string{"reg.example/app@" + id}}
+		x.byID[id], x.records[id] = img, imageRecord{Tags: []string{fmt.Sprint("reg.example/app:", i)}, Digests: []string{"reg.example/app@" + id}}
 	}
 	ref, err := registry.ParseReference("reg.example/other:v1")
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 
 // Image is an image of the node. It is shared and must not be changed.
 type Image struct {
-	ID          string              // "sha256:" and the digest of the configuration, or record.otherID
+	ID          string              // "sha256:" and the digest of the configuration, or imageRecord.otherID
 	RepoTags    []string            // normalized name:tag, sorted
 	RepoDigests []string            // normalized name@digest; the one pulled last is the last
 	Size        uint64              // bytes on disk: configuration and layers, shared layers in full
@@ -95,15 +95,15 @@ func ofContainers(c ocispec.ImageConfig) ocispec.ImageConfig {
 type index struct {
 	images  []*Image // sorted by ID
 	byID    map[string]*Image
-	byName  map[string]*Image // tags and digests
-	records map[string]record // by ID
-	bytes   uint64            // of all records, on disk
-	pinned  map[string]bool   // names that kubelet must not collect
+	byName  map[string]*Image      // tags and digests
+	records map[string]imageRecord // by ID
+	bytes   uint64                 // of all records, on disk
+	pinned  map[string]bool        // names that kubelet must not collect
 }
 
 // newIndex builds a snapshot of records and reuses the unchanged images of the last one, which may
 // be nil. Every configuration in records parses: decodeRecord or the pull checked it.
-func newIndex(records map[string]record, last *index, pinned map[string]bool) *index {
+func newIndex(records map[string]imageRecord, last *index, pinned map[string]bool) *index {
 	x := &index{byID: map[string]*Image{}, byName: map[string]*Image{}, records: records, pinned: pinned}
 	for id, rec := range records {
 		x.bytes += rec.diskSize()
@@ -122,7 +122,7 @@ func newIndex(records map[string]record, last *index, pinned map[string]bool) *i
 }
 
 // unchanged returns the image of a record if the record is the same as in x, else nil.
-func (x *index) unchanged(id string, rec record) *Image {
+func (x *index) unchanged(id string, rec imageRecord) *Image {
 	if x == nil || x.records[id].Sequence != rec.Sequence {
 		return nil
 	}
@@ -170,8 +170,8 @@ func (x *index) findPrefix(ref, hex string) (*Image, error) {
 	return x.images[first], nil
 }
 
-// record is the record of an image on disk.
-type record struct {
+// imageRecord is the record of an image on disk.
+type imageRecord struct {
 	Sequence uint64   `json:"sequence"` // of the write; if two records have a tag, the higher sequence owns it
 	Tags     []string `json:"tags,omitempty"`
 	Digests  []string `json:"digests,omitempty"`
@@ -197,8 +197,8 @@ const (
 )
 
 // decodeRecord decodes a record and checks that it belongs to the image id.
-func decodeRecord(id string, body []byte) (record, error) {
-	var rec record
+func decodeRecord(id string, body []byte) (imageRecord, error) {
+	var rec imageRecord
 	if err := json.Unmarshal(body, &rec); err != nil {
 		return rec, fmt.Errorf("decode: %w", err)
 	}
@@ -211,7 +211,7 @@ func decodeRecord(id string, body []byte) (record, error) {
 	return rec, nil
 }
 
-func (r record) config() (ocispec.Image, error) {
+func (r imageRecord) config() (ocispec.Image, error) {
 	var c ocispec.Image
 	if err := json.Unmarshal(r.Config, &c); err != nil {
 		return c, fmt.Errorf("decode configuration: %w", err)
@@ -233,7 +233,7 @@ func (r record) config() (ocispec.Image, error) {
 }
 
 // layers returns the names of the image's layers in the layer store, bottom first.
-func (r record) layers() []digest.Digest {
+func (r imageRecord) layers() []digest.Digest {
 	c, _ := r.config() // parsed before, see newIndex
 	names := make([]digest.Digest, 0, len(c.RootFS.DiffIDs))
 	for i, diffID := range c.RootFS.DiffIDs {
@@ -248,7 +248,7 @@ func (r record) layers() []digest.Digest {
 
 // otherID returns the ID of an image if another image of the node has the same configuration with
 // other blobs.
-func (r record) otherID() string {
+func (r imageRecord) otherID() string {
 	var all strings.Builder
 	for _, d := range append([]digest.Digest{digest.FromBytes(r.Config)}, r.layers()...) {
 		all.WriteString("image " + d.String() + "\n")
@@ -257,7 +257,7 @@ func (r record) otherID() string {
 }
 
 // image returns the public form of a record.
-func (r record) image(id string, pinned map[string]bool) *Image {
+func (r imageRecord) image(id string, pinned map[string]bool) *Image {
 	c, _ := r.config() // parsed before, see newIndex
 	img := &Image{
 		ID:          id,
@@ -278,7 +278,7 @@ func (r record) image(id string, pinned map[string]bool) *Image {
 }
 
 // diskSize estimates the size of the record's file, in whole blocks.
-func (r record) diskSize() uint64 {
+func (r imageRecord) diskSize() uint64 {
 	const block, frame = 4096, 256 // frame: the bytes around Config and the names
 	n := frame + base64.StdEncoding.EncodedLen(len(r.Config))
 	for _, name := range slices.Concat(r.Tags, r.Digests, r.Registries) {
@@ -302,7 +302,7 @@ const maxDigests = 64
 
 // with returns a copy with one more name. The digest of this pull becomes the last one, for
 // DigestedReference; digests before the last maxDigests are dropped.
-func (r record) with(ref registry.Reference, d digest.Digest) record {
+func (r imageRecord) with(ref registry.Reference, d digest.Digest) imageRecord {
 	r.Tags, r.Digests = slices.Clone(r.Tags), slices.Clone(r.Digests)
 	if ref.Tag != "" && !slices.Contains(r.Tags, ref.String()) {
 		r.Tags = append(r.Tags, ref.String())
@@ -320,7 +320,7 @@ func (r record) with(ref registry.Reference, d digest.Digest) record {
 const maxRegistries = 16
 
 // servedBy returns a copy with one more registry, if host is not empty.
-func (r record) servedBy(host string) record {
+func (r imageRecord) servedBy(host string) imageRecord {
 	if host == "" || slices.Contains(r.Registries, host) {
 		return r
 	}
@@ -330,7 +330,7 @@ func (r record) servedBy(host string) record {
 }
 
 // without returns a copy without a tag.
-func (r record) without(tag string) record {
+func (r imageRecord) without(tag string) imageRecord {
 	r.Tags = slices.DeleteFunc(slices.Clone(r.Tags), func(t string) bool { return t == tag })
 	return r
 }

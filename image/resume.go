@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/image/layer"
 	"berth/image/partial"
 	"berth/image/registry"
@@ -46,7 +46,7 @@ const (
 // failed pull they remain for Config.PartialTTL. Records on disk keep them over a restart. Layers
 // smaller than partial.MinSize are not among them.
 type finished struct {
-	dir  *checkpoint.Dir
+	dir  *record.Dir
 	most uint64 // bytes
 
 	mu     sync.Mutex // guards layers
@@ -109,8 +109,8 @@ func (s *Store) openPartial() (err error) {
 	if err != nil {
 		return err
 	}
-	if s.finished.dir, err = checkpoint.OpenDir(filepath.Join(root, partialLayers), finishedKind, finishedFormat,
-		checkpoint.Process); err != nil {
+	if s.finished.dir, err = record.OpenDir(filepath.Join(root, partialLayers), finishedKind, finishedFormat,
+		record.Process); err != nil {
 		return err
 	}
 	if err := s.loadFinished(); err != nil {
@@ -150,7 +150,7 @@ func (s *Store) loadFinished() error {
 		s.log.Info("finished layers of failed pulls are fetched again: their records were damaged", "records", len(damaged))
 	}
 	// Records are not synced, so a power cut may damage them. Nobody needs to examine them.
-	if err := os.RemoveAll(filepath.Join(s.cfg.Root, partialDir, partialLayers, checkpoint.SetAsideDir)); err != nil {
+	if err := os.RemoveAll(filepath.Join(s.cfg.Root, partialDir, partialLayers, record.SetAsideDir)); err != nil {
 		s.log.Warn("delete damaged records of finished layers; the next start tries again", "error", err)
 	}
 	imaged := s.imaged()
@@ -174,10 +174,10 @@ func (s *Store) imaged() map[digest.Digest]bool {
 
 // PartialSurvey is what failed pulls have left on disk.
 type PartialSurvey struct {
-	Records checkpoint.Survey // of finished layers
-	Layers  []digest.Digest   // the finished layers
-	Unknown []string          // paths of entries that are not partial layers
-	Expired []string          // paths of what a running daemon would have deleted
+	Records record.Survey   // of finished layers
+	Layers  []digest.Digest // the finished layers
+	Unknown []string        // paths of entries that are not partial layers
+	Expired []string        // paths of what a running daemon would have deleted
 }
 
 // InspectPartial reads what failed pulls have left for the next one, for berth check. It changes
@@ -201,7 +201,7 @@ func InspectPartial(root string, ttl time.Duration) (*PartialSurvey, error) {
 			found.Expired = append(found.Expired, filepath.Join(dir, partialBlobs, f.Name))
 		}
 	}
-	found.Records, err = checkpoint.Inspect(filepath.Join(dir, partialLayers), finishedKind, finishedFormat,
+	found.Records, err = record.Inspect(filepath.Join(dir, partialLayers), finishedKind, finishedFormat,
 		func(name string, _ int, body []byte) error {
 			var l finishedLayer
 			if err := json.Unmarshal(body, &l); err != nil {

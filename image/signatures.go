@@ -14,7 +14,7 @@ import (
 	"google.golang.org/grpc/codes"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/image/registry"
 	"berth/image/trust"
 	"berth/internal/errdefs"
@@ -32,7 +32,7 @@ const (
 type signatures struct {
 	verifier *trust.Verifier
 	config   atomic.Pointer[trust.Config]
-	records  *checkpoint.Dir
+	records  *record.Dir
 
 	mu   sync.Mutex // guards kept
 	kept map[string]*trust.Evidence
@@ -44,7 +44,7 @@ func openSignatures(root string, c trust.Config, log *slog.Logger) (*signatures,
 	if err := c.Check(); err != nil {
 		return nil, err
 	}
-	records, err := checkpoint.OpenDir(filepath.Join(root, evidenceDir), evidenceKind, evidenceVersion, checkpoint.Power)
+	records, err := record.OpenDir(filepath.Join(root, evidenceDir), evidenceKind, evidenceVersion, record.Power)
 	if err != nil {
 		return nil, err
 	}
@@ -95,7 +95,7 @@ func (s *signatures) forget(id string) error {
 }
 
 // forgetAllBut deletes the evidence of images that do not exist.
-func (s *signatures) forgetAllBut(images map[string]record) (failed error) {
+func (s *signatures) forgetAllBut(images map[string]imageRecord) (failed error) {
 	for id := range s.kept { // at start, before there are other users
 		if _, ok := images[id]; !ok {
 			failed = errors.Join(failed, s.forget(id))

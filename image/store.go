@@ -17,7 +17,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/image/governor"
 	"berth/image/layer"
 	"berth/image/partial"
@@ -70,7 +70,7 @@ type Store struct {
 	warnings lograte.Limiter // for layers that every sweep fails to delete
 	client   *registry.Client
 	layers   *stores
-	records  *checkpoint.Dir
+	records  *record.Dir
 
 	signatures *signatures
 
@@ -121,7 +121,7 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 		return nil, err
 	}
 	undo.Add("close layer store", layers.close)
-	records, err := checkpoint.OpenDir(filepath.Join(cfg.Root, recordsDir), recordKind, recordVersion, checkpoint.Power)
+	records, err := record.OpenDir(filepath.Join(cfg.Root, recordsDir), recordKind, recordVersion, record.Power)
 	if err != nil {
 		return nil, err
 	}
@@ -148,7 +148,7 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 }
 
 func newStore(
-	cfg Config, layers *stores, records *checkpoint.Dir, pinned map[string]bool, log *slog.Logger,
+	cfg Config, layers *stores, records *record.Dir, pinned map[string]bool, log *slog.Logger,
 ) (*Store, error) {
 	if cfg.MaxParallelDownloads <= 0 {
 		cfg.MaxParallelDownloads = DefaultParallelDownloads
@@ -229,8 +229,8 @@ func (s *Store) stopExpiry() error {
 // load reads the records. It moves damaged records and records with a missing layer out of the way;
 // their images must be pulled again. It removes images with layers that this kernel cannot mount.
 func (s *Store) load() error {
-	records := map[string]record{}
-	unmountable := map[string]record{}
+	records := map[string]imageRecord{}
+	unmountable := map[string]imageRecord{}
 	damaged, err := s.records.Load(func(name string, version int, body []byte) error {
 		id := "sha256:" + name
 		rec, err := decodeRecord(id, body)
@@ -275,7 +275,7 @@ func (s *Store) load() error {
 
 // removeUnmountable removes images that this kernel cannot mount, and then their layers. After a
 // failure, for example on a read-only filesystem, the next start tries again.
-func (s *Store) removeUnmountable(images map[string]record) {
+func (s *Store) removeUnmountable(images map[string]imageRecord) {
 	for id, rec := range images {
 		s.sequence = max(s.sequence, rec.Sequence)
 		if err := s.records.Remove(recordName(id)); err != nil {
@@ -292,7 +292,7 @@ func (s *Store) removeUnmountable(images map[string]record) {
 // settleTags assigns a tag of two records to the one written last, because a pull writes the tag's
 // new owner first. It returns the lost tags by image ID. The caller must write these records:
 // otherwise the older image would regain the tag when the newer one is removed.
-func settleTags(records map[string]record) (lost map[string][]string) {
+func settleTags(records map[string]imageRecord) (lost map[string][]string) {
 	owner := map[string]string{}
 	for _, id := range slices.Sorted(maps.Keys(records)) {
 		for _, tag := range records[id].Tags {
@@ -576,7 +576,7 @@ func (s *Store) commit(
 }
 
 // takeTags removes the tags of an image, whose record was written, from the other records.
-func (s *Store) takeTags(records map[string]record, id string) {
+func (s *Store) takeTags(records map[string]imageRecord, id string) {
 	for other, old := range records {
 		taken := old
 		for _, tag := range records[id].Tags {
@@ -592,8 +592,8 @@ func (s *Store) takeTags(records map[string]record, id string) {
 
 // place returns the ID and the record of a pulled image, new or existing. If another image has the
 // same configuration with other blobs, the ID is otherID.
-func (x *index) place(img *registry.Image) (id string, rec record) {
-	rec = record{Config: img.RawConfig}
+func (x *index) place(img *registry.Image) (id string, rec imageRecord) {
+	rec = imageRecord{Config: img.RawConfig}
 	for _, l := range img.Layers {
 		rec.Blobs = append(rec.Blobs, l.Blob.Digest)
 	}
@@ -614,7 +614,7 @@ func (x *index) place(img *registry.Image) (id string, rec record) {
 // untag writes the record of an image that lost its tag to another one. A failure, on a full disk
 // for example, is harmless while the newer record exists, because that one owns the tag. writeStale
 // tries again.
-func (s *Store) untag(id string, rec record) record {
+func (s *Store) untag(id string, rec imageRecord) imageRecord {
 	written, err := s.write(id, rec)
 	if err != nil {
 		s.log.Warn("write record of image that lost a tag", "image", id, "error", err)
@@ -625,14 +625,14 @@ func (s *Store) untag(id string, rec record) record {
 
 // writeStale writes the records that untag could not write. It runs after an image was removed,
 // because that frees space, and because the removed image may have owned the tag.
-func (s *Store) writeStale(records map[string]record) {
+func (s *Store) writeStale(records map[string]imageRecord) {
 	for _, id := range slices.Collect(maps.Keys(s.stale)) {
 		records[id] = s.untag(id, records[id])
 	}
 }
 
 // write writes a record with the next sequence number. No number is used twice.
-func (s *Store) write(id string, rec record) (record, error) {
+func (s *Store) write(id string, rec imageRecord) (imageRecord, error) {
 	s.sequence++
 	rec.Sequence = s.sequence
 	if err := s.records.Write(recordName(id), rec); err != nil {

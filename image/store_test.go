@@ -34,7 +34,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/image/governor"
 	"berth/image/layer"
 	"berth/image/registry"
@@ -764,7 +764,7 @@ func TestImageKeepsOnlyContainerConfigDecoded(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	img := record{Config: raw}.image("sha256:x", nil)
+	img := imageRecord{Config: raw}.image("sha256:x", nil)
 	if !reflect.DeepEqual(img.Config, used) {
 		t.Errorf("kept: %+v", img.Config)
 	}
@@ -780,7 +780,7 @@ func TestImageKeepsLastDigests(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var r record
+	var r imageRecord
 	for i := range 3 * maxDigests {
 		r = r.with(ref, digest.FromString(fmt.Sprint(i)))
 		if last := ref.WithDigest(digest.FromString(fmt.Sprint(i))); len(r.Digests) > maxDigests || r.Digests[len(r.Digests)-1] != last {
@@ -794,11 +794,11 @@ func TestImageKeepsLastDigests(t *testing.T) {
 
 func TestRecordDiskSize(t *testing.T) {
 	dir := t.TempDir()
-	records, err := checkpoint.OpenDir(dir, "image", recordVersion, checkpoint.Power)
+	records, err := record.OpenDir(dir, "image", recordVersion, record.Power)
 	if err != nil {
 		t.Fatal(err)
 	}
-	rec := record{Sequence: 7, Tags: []string{"docker.io/library/a:b"}, Digests: slices.Repeat([]string{"docker.io/library/a@" + digest.FromString("x").String()}, 50), Size: 1 << 40}
+	rec := imageRecord{Sequence: 7, Tags: []string{"docker.io/library/a:b"}, Digests: slices.Repeat([]string{"docker.io/library/a@" + digest.FromString("x").String()}, 50), Size: 1 << 40}
 	for _, n := range []int{0, 1000, 100_000} {
 		rec.Config = bytes.Repeat([]byte("x"), n)
 		if err := records.Write("r", rec); err != nil {
@@ -822,7 +822,7 @@ func FuzzDecodeRecord(f *testing.F) {
 	f.Add([]byte(`{"sequence":1,"tags":["docker.io/library/a:b"],"size":1,"config":"e30="}`))
 	f.Add([]byte(`{"config":"eyJyb290ZnMiOnsiZGlmZl9pZHMiOlsiLi4vLi4iXX19"}`))
 	f.Fuzz(func(t *testing.T, body []byte) {
-		var rec record
+		var rec imageRecord
 		for _, id := range []string{digest.FromString("{}").String(), digest.FromBytes(body).String()} {
 			var err error
 			if rec, err = decodeRecord(id, body); err != nil {
@@ -1567,7 +1567,7 @@ func TestDigestedReference(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := record{Digests: []string{first, moved}}.with(ref, digest.Digest(digestOf(1)))
+	r := imageRecord{Digests: []string{first, moved}}.with(ref, digest.Digest(digestOf(1)))
 	if !slices.Equal(r.Digests, []string{moved, first}) {
 		t.Errorf("after another pull of the first digest: %q", r.Digests)
 	}

@@ -19,7 +19,7 @@ func (s *Store) Tag(ctx context.Context, ref, name string) (*Image, error) {
 	if err != nil {
 		return nil, err
 	}
-	return s.rename(ctx, ref, func(rec record) (record, error) { return rec.with(tag, ""), nil })
+	return s.rename(ctx, ref, func(rec imageRecord) (imageRecord, error) { return rec.with(tag, ""), nil })
 }
 
 // Untag removes a name from the image that has it, and keeps the image. Errors: NotFound.
@@ -28,7 +28,7 @@ func (s *Store) Untag(ctx context.Context, name string) (*Image, error) {
 	if err != nil {
 		return nil, err
 	}
-	return s.rename(ctx, tag.String(), func(rec record) (record, error) {
+	return s.rename(ctx, tag.String(), func(rec imageRecord) (imageRecord, error) {
 		if !slices.Contains(rec.Tags, tag.String()) {
 			return rec, errdefs.NotFound("image %q: not found", name)
 		}
@@ -45,7 +45,7 @@ func parseTag(name string) (registry.Reference, error) {
 }
 
 // rename writes the record of an image with other names.
-func (s *Store) rename(ctx context.Context, ref string, change func(record) (record, error)) (*Image, error) {
+func (s *Store) rename(ctx context.Context, ref string, change func(imageRecord) (imageRecord, error)) (*Image, error) {
 	release, err := s.lockWriter(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("tag image %s: %w", ref, err)

@@ -11,7 +11,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/image/layer"
 	"berth/image/registry/registrytest"
 	"berth/image/unpack"
@@ -115,7 +115,7 @@ func TestLayersOfOlderBerthServeTheirImages(t *testing.T) {
 		t.Fatal(err)
 	}
 	rec.Blobs = nil
-	old, err := checkpoint.OpenDir(root+"/"+recordsDir, recordKind, 1, checkpoint.Power)
+	old, err := record.OpenDir(root+"/"+recordsDir, recordKind, 1, record.Power)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -141,7 +141,7 @@ func TestLayersOfOlderBerthServeTheirImages(t *testing.T) {
 
 // A record is invalid if its ID does not match its blobs.
 func TestSameConfigWithOtherBlobsIsAnotherImage(t *testing.T) {
-	rec := record{Config: []byte(`{"rootfs":{"diff_ids":["` + digest.FromString("tar").String() + `"]}}`), Blobs: []digest.Digest{digest.FromString("blob")}}
+	rec := imageRecord{Config: []byte(`{"rootfs":{"diff_ids":["` + digest.FromString("tar").String() + `"]}}`), Blobs: []digest.Digest{digest.FromString("blob")}}
 	other := rec.otherID()
 	for _, id := range []string{digest.FromBytes(rec.Config).String(), other} {
 		if _, err := decodeRecord(id, encoded(t, rec)); err != nil {
@@ -156,7 +156,7 @@ func TestSameConfigWithOtherBlobsIsAnotherImage(t *testing.T) {
 	}
 }
 
-func encoded(t *testing.T, rec record) []byte {
+func encoded(t *testing.T, rec imageRecord) []byte {
 	t.Helper()
 	data, err := json.Marshal(rec)
 	if err != nil {

@@ -18,7 +18,7 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	blobindex "berth/image/lazy/index"
 	"berth/integration/fixture"
 	"berth/integration/harness"
@@ -281,7 +281,7 @@ func TestLazyLayerOfAnotherNodesIndex(t *testing.T) {
 	pod.Remove(t)
 	n.removeImage(t)
 	// The record of the first image is kept for the operator.
-	aside := filepath.Join(n.Root, "images/records", checkpoint.SetAsideDir)
+	aside := filepath.Join(n.Root, "images/records", record.SetAsideDir)
 	harness.Equal(t, "records set aside", len(harness.Get(os.ReadDir(aside))(t)), 1)
 	harness.Must(t, os.RemoveAll(aside))
 }

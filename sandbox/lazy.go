@@ -45,7 +45,7 @@ func (m *Manager) killIfLayersLost(c lockedContainer) {
 	m.log.Error("container is killed: its image is incomplete, and no process has kept the guard against zeros",
 		"container", c.ID, "image", c.Image.ID)
 	m.tasks.RetryInBackground("kill", c.String(), func(ctx context.Context) error {
-		return m.killContainer(ctx, c.container)
+		return m.control.killContainer(ctx, c.container)
 	})
 }
 
@@ -79,7 +79,7 @@ func (m *Manager) killIfUnusable(c lockedContainer) {
 // KillOnLayer kills the containers that use a layer, because its table of contents was wrong or was
 // not proven. The exit of each has the reason. It returns at once.
 func (m *Manager) KillOnLayer(layer digest.Digest, reason string) {
-	for _, c := range m.containers.Snapshot() {
+	for _, c := range m.objects.containers.Snapshot() {
 		has := func(chain []digest.Digest) bool { return slices.Contains(chain, layer) }
 		if slices.ContainsFunc(chainsOf(c.ContainerSpec), has) {
 			m.killWrong(c, reason)
@@ -98,7 +98,7 @@ func (m *Manager) killWrong(c *container, reason string) {
 		noting, cancel := context.WithTimeout(ctx, noteLimit)
 		defer cancel()
 		runs, over := true, false
-		err := m.lockContainer(noting, c, "note the kill of", func(c lockedContainer) error {
+		err := m.control.lockContainer(noting, c, "note the kill of", func(c lockedContainer) error {
 			runs = c.Phase() == state.ContainerRunning || c.Phase() == state.ContainerStarting
 			over = !runs && c.Phase() != state.ContainerCreated
 			if over {
@@ -114,6 +114,6 @@ func (m *Manager) killWrong(c *container, reason string) {
 			return err
 		}
 		m.log.Error("container is killed: its files may be wrong", "container", c.ID, "reason", reason, "noted", err == nil)
-		return m.killContainer(ctx, c)
+		return m.control.killContainer(ctx, c)
 	})
 }

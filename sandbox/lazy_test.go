@@ -39,7 +39,7 @@ func TestContainersOfLostLayersAreKilled(t *testing.T) {
 					found.containers[0].status.Unshared().Lazy = test.lazy
 				}
 				f.incomplete, m.cfg.LayersLost = test.incomplete, test.lost
-				testutil.Must(t, m.recover(t.Context()))
+				testutil.Must(t, (&recovery{m}).run(t.Context()))
 				synctest.Wait()
 				wantCalled(t, f, test.killed, "kill")
 			})
@@ -53,7 +53,7 @@ func TestStartOnIncompleteLayers(t *testing.T) {
 		withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 			f.incomplete = incomplete
 			c := startContainer(t, m, runPod(t, m))
-			found, err := m.containers.Find(c)
+			found, err := m.objects.containers.Find(c)
 			testutil.Must(t, err)
 			if got := found.status.Unshared().Lazy; got != incomplete {
 				t.Errorf("recorded %v, want %v", got, incomplete)
@@ -85,7 +85,7 @@ func TestContainersWithWrongFilesAreKilled(t *testing.T) {
 				id := startContainer(t, m, runPod(t, m))
 				m.KillOnLayer(test.layer, "the table lied")
 				synctest.Wait()
-				c, err := m.containers.Find(id)
+				c, err := m.objects.containers.Find(id)
 				testutil.Must(t, err)
 				exit := c.Info().Exit
 				wantCalled(t, f, test.killed, "kill")
@@ -109,10 +109,10 @@ func TestCreatedWithWrongFilesDoesNotStart(t *testing.T) {
 		synctest.Wait()
 		testutil.WantError(t, m.StartContainer(t.Context(), id), codes.FailedPrecondition)
 		wantCalled(t, f, false, "launch", "kill")
-		c, err := m.containers.Find(id)
+		c, err := m.objects.containers.Find(id)
 		testutil.Must(t, err)
 		var noted string
-		testutil.Must(t, m.lockContainer(t.Context(), c, "read", func(c lockedContainer) error { noted = c.WrongFiles; return nil }))
+		testutil.Must(t, m.control.lockContainer(t.Context(), c, "read", func(c lockedContainer) error { noted = c.WrongFiles; return nil }))
 		if noted != "the table lied" {
 			t.Errorf("noted %q", noted)
 		}
@@ -132,7 +132,7 @@ func TestStartOnWrongLayer(t *testing.T) {
 		f.launched = func() { f.unusable.Store(&wrong) }
 		testutil.Must(t, m.StartContainer(t.Context(), id))
 		synctest.Wait()
-		c, err := m.containers.Find(id)
+		c, err := m.objects.containers.Find(id)
 		testutil.Must(t, err)
 		if exit := c.Info().Exit; exit == nil || exit.Reason != state.ReasonWrongFiles {
 			t.Errorf("exit %+v", exit)
@@ -153,7 +153,7 @@ func TestStartingContainerWithWrongFilesIsKilled(t *testing.T) {
 			}
 			testutil.Must(t, m.StartContainer(t.Context(), id))
 			testutil.Eventually(t, "the container is killed", func() bool {
-				c, err := m.containers.Find(id)
+				c, err := m.objects.containers.Find(id)
 				testutil.Must(t, err)
 				exit := c.Info().Exit
 				return exit != nil && exit.Reason == state.ReasonWrongFiles && exit.Message == "the table lied"

@@ -181,8 +181,8 @@ func (i Info) mayNeedJoin(lowest bool) bool {
 	return i.PendingLinks > 0 || i.ImpliedDirs > 0 && !lowest
 }
 
-// record is the record of a layer on disk.
-type record struct {
+// layerRecord is the record of a layer on disk.
+type layerRecord struct {
 	Info
 	Links   []unpack.Link `json:"links,omitempty"`
 	Implied []unpack.Name `json:"implied,omitempty"`

@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/image/lazy"
 	"berth/image/lazy/index"
 	"berth/image/unpack"
@@ -220,7 +220,7 @@ func (s *Store) CreateLazy(ctx context.Context, from Source, x *index.Index, toc
 	l := &lazyLayer{from: from, indexSize: int64(len(encoded)), toc: toc}
 	info := lazyInfo(from, x)
 	err = s.build(from.Name().Encoded(), layerKind, func(tmp string) (any, error) {
-		return record{Info: info}, writeLazy(tmp, x, encoded, toc)
+		return layerRecord{Info: info}, writeLazy(tmp, x, encoded, toc)
 	}, func(tmp string) error { return s.admitLazy(ctx, tmp, info, x, l, fill) })
 	if errors.Is(err, ErrThere) {
 		return thereUnless(toc == nil)
@@ -447,7 +447,7 @@ func (s *Store) Retire(name digest.Digest) error {
 // Retired reports whether a layer of a chain was set aside while it was incomplete. Containers may
 // use that one in place of the present one.
 func (s *Store) Retired(names []digest.Digest) (bool, error) {
-	entries, err := os.ReadDir(filepath.Join(s.root, lazyDir, checkpoint.SetAsideDir))
+	entries, err := os.ReadDir(filepath.Join(s.root, lazyDir, record.SetAsideDir))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return false, err
 	}

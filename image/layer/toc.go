@@ -93,7 +93,7 @@ func (s *Store) Prove(ctx context.Context, name digest.Digest, blob io.Reader, l
 	if info == nil || s.TOC(name) == nil {
 		return errdefs.NotFound("incomplete layer %s", name)
 	}
-	var made record
+	var made layerRecord
 	err := s.build(name.Encoded(), layerKind, func(tmp string) (any, error) {
 		var err error
 		made, err = s.unpackAgain(ctx, tmp, info, blob, limits)
@@ -107,7 +107,7 @@ func (s *Store) Prove(ctx context.Context, name digest.Digest, blob io.Reader, l
 
 // unpackAgain writes the files of a layer that are proven, and returns its record.
 func (s *Store) unpackAgain(ctx context.Context, tmp string, info *Info, blob io.Reader,
-	limits unpack.Limits) (made record, err error) {
+	limits unpack.Limits) (made layerRecord, err error) {
 	job := unpack.Job{Limits: limits, Algorithm: info.DiffID.Algorithm(), NoData: true}
 	result, err := s.apply(ctx, tmp, info.Source, blob, job)
 	if errdefs.Code(err) == codes.InvalidArgument {

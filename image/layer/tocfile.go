@@ -12,7 +12,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/image/lazy/index"
 	"berth/image/tree"
 	"berth/internal/failpoint"
@@ -77,7 +77,7 @@ func Unproven(root string) (placed, aside []digest.Digest, err error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	aside, err = unprovenIn(filepath.Join(root, lazyDir, checkpoint.SetAsideDir))
+	aside, err = unprovenIn(filepath.Join(root, lazyDir, record.SetAsideDir))
 	return placed, aside, err
 }
 

@@ -15,7 +15,7 @@ import (
 
 	"github.com/moby/sys/mountinfo"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/cni"
 	"berth/image"
 	"berth/image/layer"
@@ -33,7 +33,7 @@ type facts struct {
 	pods       map[string]*state.FoundPod
 	containers map[string]*state.FoundContainer
 	images     map[string]*image.Recorded
-	surveys    []checkpoint.Survey
+	surveys    []record.Survey
 
 	// From the machine.
 	daemon       int             // process ID, 0: not running

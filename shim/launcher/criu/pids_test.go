@@ -1,11 +1,11 @@
-package saved_test
+package criu_test
 
 import (
 	"testing"
 
 	"github.com/checkpoint-restore/go-criu/v8/crit/images/pstree"
 
-	"berth/shim/launcher/saved"
+	"berth/shim/launcher/criu"
 )
 
 // Every ID of a process counts, also those of its threads, group and session.
@@ -29,17 +29,17 @@ func TestHighestPID(t *testing.T) {
 			t.Parallel()
 			dir := t.TempDir()
 			image(t, dir, "pstree.img", tree, test.first, entry(7, 3, 7, 7, 7))
-			if got, err := saved.HighestPID(dir); err != nil || got != test.want {
+			if got, err := criu.HighestPID(dir); err != nil || got != test.want {
 				t.Errorf("%d, %v, want %d", got, err, test.want)
 			}
 		})
 	}
 	dir := t.TempDir()
-	if _, err := saved.HighestPID(dir); err == nil {
+	if _, err := criu.HighestPID(dir); err == nil {
 		t.Error("no error without an image")
 	}
 	image(t, dir, "pstree.img", mounts)
-	if _, err := saved.HighestPID(dir); err == nil {
+	if _, err := criu.HighestPID(dir); err == nil {
 		t.Error("no error for another image")
 	}
 }

@@ -1,4 +1,4 @@
-package saved
+package criu
 
 import (
 	"encoding/binary"

@@ -1,7 +1,9 @@
-package sandbox
+package process
 
 import (
 	"context"
+	"crypto/rand"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io"
@@ -11,16 +13,15 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
-	"berth/sandbox/state"
 )
 
-// writeArchive makes a tar of the archive in dir, which then replaces the file location, on the
+// WriteArchive makes a tar of the archive in dir, which then replaces the file location, on the
 // disk. A daemon that dies meanwhile leaves no file. A symbolic link at location is replaced and
 // not followed.
-func writeArchive(ctx context.Context, dir *os.File, location string) (err error) {
+func WriteArchive(ctx context.Context, dir *os.File, location string) (err error) {
 	parent, err := os.Open(filepath.Dir(location))
 	if err != nil {
 		return locationError(err)
@@ -109,7 +110,7 @@ func publish(file, staging, parent *os.File, name string) error {
 // writeNamedFile is writeFile for a filesystem without O_TMPFILE. A daemon that dies meanwhile
 // leaves a hidden file.
 func writeNamedFile(parent *os.File, name string, fill func(*os.File) error) error {
-	temporary := "." + state.NewID()[:16] + ".tmp"
+	temporary := temporaryName()
 	const flags = unix.O_WRONLY | unix.O_CREAT | unix.O_EXCL | unix.O_CLOEXEC
 	failpoint.Reach("checkpoint.make-named")
 	fd, err := unix.Openat(int(parent.Fd()), temporary, flags, 0o600)
@@ -137,6 +138,16 @@ func writeNamedFile(parent *os.File, name string, fill func(*os.File) error) err
 	return parent.Sync()
 }
 
+// newName returns a new name of 64 hex digits.
+func newName() string {
+	var b [32]byte
+	rand.Read(b[:]) // never fails, see crypto/rand
+	return hex.EncodeToString(b[:])
+}
+
+// temporaryName returns a new name of a hidden file.
+func temporaryName() string { return "." + newName()[:16] + ".tmp" }
+
 // locationError gives an error of the client's path a code.
 func locationError(err error) error {
 	if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
@@ -155,7 +166,7 @@ func linkFile(file, staging, dir *os.File, name string) error {
 	if !errors.Is(err, unix.EEXIST) {
 		return os.NewSyscallError("linkat", err)
 	}
-	temporary := "." + state.NewID()[:16] + ".tmp"
+	temporary := temporaryName()
 	failpoint.Reach("checkpoint.link-temporary")
 	if err := unix.Linkat(unix.AT_FDCWD, source, int(staging.Fd()), temporary, unix.AT_SYMLINK_FOLLOW); err != nil {
 		return os.NewSyscallError("linkat", err)

@@ -1,4 +1,4 @@
-// Package checkpoint stores durable records: small JSON documents, one per file. A record describes
+// Package record stores durable records: small JSON documents, one per file. A record describes
 // an object outside the daemon before the object is created.
 //
 // # Contract
@@ -11,7 +11,7 @@
 //
 // A [Dir] is used by one process. Writes to different names may be concurrent. The caller owns the
 // object and serializes writes to one name.
-package checkpoint
+package record
 
 import (
 	"bytes"

@@ -1,4 +1,4 @@
-package saved_test
+package criu_test
 
 import (
 	"slices"
@@ -10,7 +10,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"berth/internal/testutil"
-	"berth/shim/launcher/saved"
+	"berth/shim/launcher/criu"
 )
 
 // WithoutLinks adds the option to all mounts but the root filesystem and proc filesystems. Mounts
@@ -30,7 +30,7 @@ func TestWithoutLinks(t *testing.T) {
 	image(t, dir, "mountpoints-3.img", mounts, mount(1, mnt.Fstype_OVERLAYFS, "/", 0), mount(2, mnt.Fstype_PROC, "/proc", unix.MS_NOSUID),
 		mount(3, mnt.Fstype_UNSUPPORTED, "/vol", unix.MS_RDONLY), mount(4, mnt.Fstype_PROC, "/vol/proc", 0),
 		supplied(5, "/a"), supplied(6, "/b"))
-	changed, err := saved.WithoutLinks(open(t, dir))
+	changed, err := criu.WithoutLinks(open(t, dir))
 	testutil.Must(t, err)
 	data := changed["mountpoints-3.img"]
 	var have []uint32

@@ -1,4 +1,4 @@
-package saved_test
+package criu_test
 
 import (
 	"encoding/binary"

@@ -1,4 +1,4 @@
-package checkpoint_test
+package record_test
 
 import (
 	"encoding/json"
@@ -7,7 +7,7 @@ import (
 	"os"
 	"path/filepath"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 )
 
 // A daemon records a pod before it makes the pod's network. The next daemon finds the record and
@@ -23,7 +23,7 @@ func Example() {
 	defer os.RemoveAll(state)
 
 	const kind, version = "pod", 1
-	dir, err := checkpoint.OpenDir(filepath.Join(state, "pods"), kind, version, checkpoint.Process)
+	dir, err := record.OpenDir(filepath.Join(state, "pods"), kind, version, record.Process)
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -32,7 +32,7 @@ func Example() {
 	}
 	// Now the namespace may be made. Here the daemon is killed, and another one starts.
 
-	dir, err = checkpoint.OpenDir(filepath.Join(state, "pods"), kind, version, checkpoint.Process)
+	dir, err = record.OpenDir(filepath.Join(state, "pods"), kind, version, record.Process)
 	if err != nil {
 		log.Fatal(err)
 	}
@@ -63,7 +63,7 @@ func ExampleDir_Load() {
 		log.Fatal(err)
 	}
 	defer os.RemoveAll(path)
-	dir, err := checkpoint.OpenDir(path, "pod", 1, checkpoint.Process)
+	dir, err := record.OpenDir(path, "pod", 1, record.Process)
 	if err != nil {
 		log.Fatal(err)
 	}

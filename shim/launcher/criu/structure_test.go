@@ -1,4 +1,4 @@
-package saved_test
+package criu_test
 
 import (
 	"bytes"
@@ -17,7 +17,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"berth/internal/testutil"
-	"berth/shim/launcher/saved"
+	"berth/shim/launcher/criu"
 )
 
 // Bits of a mapping's status and flags, and addresses of the process of the tests.
@@ -144,8 +144,8 @@ func TestCheck(t *testing.T) {
 			t.Parallel()
 			p := usualProcess()
 			tc.change(p)
-			err := saved.Check(open(t, p.write(t)), kernelVDSO)
-			var refused *saved.Refused
+			err := criu.Check(open(t, p.write(t)), kernelVDSO)
+			var refused *criu.Refused
 			if tc.want == "" && err != nil || tc.want != "" &&
 				(!errors.As(err, &refused) || !strings.HasPrefix(refused.Reason, "process 7: ") || !strings.Contains(refused.Reason, tc.want)) {
 				t.Errorf("%v, want %q", err, tc.want)
@@ -160,7 +160,7 @@ func TestCheckNeedsImages(t *testing.T) {
 	for _, name := range []string{"pstree.img", "core-7.img", "core-8.img", "mm-7.img", "pages-1.img"} {
 		dir := usualProcess().write(t)
 		testutil.Must(t, os.Remove(filepath.Join(dir, name)))
-		if err := saved.Check(open(t, dir), kernelVDSO); err == nil {
+		if err := criu.Check(open(t, dir), kernelVDSO); err == nil {
 			t.Errorf("without %s: no error", name)
 		}
 	}
@@ -169,7 +169,7 @@ func TestCheckNeedsImages(t *testing.T) {
 // The vDSO of this process is a program in whole pages.
 func TestVDSO(t *testing.T) {
 	t.Parallel()
-	got, err := saved.VDSO()
+	got, err := criu.VDSO()
 	testutil.Must(t, err)
 	if len(got) == 0 || len(got)%page != 0 || !bytes.HasPrefix(got, []byte("\x7fELF")) {
 		t.Errorf("%d bytes: %.4q", len(got), got)
