@@ -259,7 +259,7 @@ func mainPID(t *testing.T) int {
 func runsInstalled(t *testing.T) {
 	t.Helper()
 	exe := fmt.Sprintf("/proc/%d/exe", mainPID(t))
-	harness.Equal(t, "the daemon's program", harness.Get(os.Readlink(exe))(t), "/usr/bin/berth")
+	harness.Equal(t, "the daemon's program", harness.Get(os.Readlink(exe))(t), "/usr/bin/berthd")
 }
 
 // exists reports whether a path exists.

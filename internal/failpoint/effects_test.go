@@ -35,7 +35,7 @@ var effects = regexp.MustCompile(`^(` + strings.Join([]string{
 }, `|`) + `)$`)
 
 // packages are the trees of packages in which the daemon has effects.
-var packages = []string{"checkpoint", "cni", "cmd/berth", "image", "internal", "sandbox", "server", "shim"}
+var packages = []string{"checkpoint", "cni", "cmd", "image", "internal", "sandbox", "server", "shim"}
 
 // leftOut are packages without checks, with the reason.
 var leftOut = map[string]string{
@@ -90,9 +90,11 @@ var unmarked = map[string]string{
 	"cni/berthnet/rules.Try: conn.Flush":       unpinned,
 	"cni.endAll: os.MkdirAll":                  again,
 	"cni.newRuns: os.MkdirAll":                 again,
-	"cmd/berth/config.replaceFile: os.CreateTemp next.Chmod os.Remove os.Link os.Rename os.Remove": "berth config migrate",
+	"cmd/berth/commands.replaceFile: os.CreateTemp next.Chmod os.Remove os.Link os.Rename os.Remove": "berth config migrate",
 
-	"cmd/berth/serve.privateDir: os.MkdirAll os.Chmod": again,
+	"cmd/berth/commands.execDaemon: syscall.Exec": "berth serve, which becomes the daemon",
+
+	"cmd/berthd/daemon.privateDir: os.MkdirAll os.Chmod": again,
 
 	"cmd/berth/images.writeWhole: os.OpenFile os.CreateTemp os.Remove os.Rename": ofCommand,
 

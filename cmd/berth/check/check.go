@@ -16,8 +16,8 @@ import (
 	"berth/cmd/berth/check/statecheck"
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/config"
-	"berth/cmd/berth/node"
+	"berth/cmd/config"
+	"berth/cmd/node"
 	"berth/cni/berthnet"
 	"berth/internal/host"
 )

@@ -10,8 +10,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"berth/cmd/berth/cli"
-	"berth/cmd/berth/config"
-	"berth/cmd/berth/serve"
+	"berth/cmd/berthd/daemon"
+	"berth/cmd/config"
 	"berth/image/registry"
 )
 
@@ -26,7 +26,7 @@ func checkRegistry(ctx context.Context, cmd *cobra.Command, cfg *config.Config, 
 		return err
 	}
 	client, err := registry.NewClient(registry.Config{
-		Sources: serve.Registries(cfg), StallTimeout: cfg.StallTimeout.Duration,
+		Sources: daemon.Registries(cfg), StallTimeout: cfg.StallTimeout.Duration,
 	})
 	if err != nil {
 		return err

@@ -15,7 +15,6 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/terminal"
 	"berth/server/admin"
 )
 
@@ -81,10 +80,10 @@ func historyCommand(o *connection) *cobra.Command {
 		for _, h := range config.History {
 			created, size := "", ""
 			if h.Created != nil && !h.Created.IsZero() { // reproducible builds omit the time, or set the year 1
-				created = terminal.Age(time.Now(), *h.Created)
+				created = cli.Age(time.Now(), *h.Created)
 			}
 			if !h.EmptyLayer && len(sizes) > 0 {
-				size, sizes = terminal.Bytes(sizes[0].Bytes), sizes[1:]
+				size, sizes = cli.Bytes(sizes[0].Bytes), sizes[1:]
 			}
 			rows = append(rows, []string{created, size, shorten(cmp.Or(h.CreatedBy, h.Comment))})
 		}
@@ -148,17 +147,17 @@ blobs are kept when images are removed, for the next pull of a blob, see lazy.in
 		var rows [][]string
 		for _, u := range usage.Images {
 			rows = append(rows, []string{
-				cmp.Or(strings.Join(u.Tags, ", "), client.ShortID(u.ID)), terminal.Bytes(u.Unique),
-				terminal.Bytes(u.Shared), terminal.Bytes(u.Unique + u.Shared),
+				cmp.Or(strings.Join(u.Tags, ", "), client.ShortID(u.ID)), cli.Bytes(u.Unique),
+				cli.Bytes(u.Shared), cli.Bytes(u.Unique + u.Shared),
 			})
 		}
 		if p := usage.Partial; p != nil && p.Layers() > 0 {
-			rows = append(rows, []string{fmt.Sprintf("partial layers (%d)", p.Layers()), "", "", terminal.Bytes(p.Bytes)})
+			rows = append(rows, []string{fmt.Sprintf("partial layers (%d)", p.Layers()), "", "", cli.Bytes(p.Bytes)})
 		}
 		if usage.Indexes.Count > 0 {
-			rows = append(rows, []string{"indexes of blobs", "", "", terminal.Bytes(usage.Indexes.Bytes)})
+			rows = append(rows, []string{"indexes of blobs", "", "", cli.Bytes(usage.Indexes.Bytes)})
 		}
-		rows = append(rows, []string{"total", "", "", terminal.Bytes(usage.Total + usage.Indexes.Bytes)})
+		rows = append(rows, []string{"total", "", "", cli.Bytes(usage.Total + usage.Indexes.Bytes)})
 		return printTable(c.OutOrStdout(), "IMAGE UNIQUE SHARED SUM", rows)
 	})
 	return cmd

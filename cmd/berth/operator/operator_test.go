@@ -320,7 +320,7 @@ func TestPullPrintsImageID(t *testing.T) {
 
 func TestErrorWithoutDaemon(t *testing.T) {
 	c := &console{t: t, socket: "/run/nothing/here.sock"}
-	if _, stderr, code := c.do("ps"); code != 1 || stderr != "berth: no runtime listens on /run/nothing/here.sock (is `berth serve` running?)\n" {
+	if _, stderr, code := c.do("ps"); code != 1 || stderr != "berth: no runtime listens on /run/nothing/here.sock (is berthd running?)\n" {
 		t.Errorf("%q, %d", stderr, code)
 	}
 }

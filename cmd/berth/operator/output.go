@@ -9,8 +9,8 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/terminal"
 )
 
 // output is the value of an --output flag.
@@ -75,13 +75,13 @@ func (l *listFlags) id(id string) string {
 type row interface {
 	fullID() string
 	// cells returns the columns of the table.
-	cells(l *listFlags) []terminal.Cell
+	cells(l *listFlags) []cli.Cell
 }
 
 // cells are texts without colors.
-func cells(texts ...string) (row []terminal.Cell) {
+func cells(texts ...string) (row []cli.Cell) {
 	for _, text := range texts {
-		row = append(row, terminal.Cell{Text: text})
+		row = append(row, cli.Cell{Text: text})
 	}
 	return row
 }
@@ -99,11 +99,11 @@ func printList[R row](w io.Writer, l *listFlags, rows []R, header ...string) err
 	if !l.isTable() {
 		return printJSON(w, append([]R{}, rows...)) // an empty array, not null
 	}
-	table := [][]terminal.Cell{cells(header...)}
+	table := [][]cli.Cell{cells(header...)}
 	for _, r := range rows {
 		table = append(table, r.cells(l))
 	}
-	return terminal.Table(w, table)
+	return cli.Table(w, table)
 }
 
 // printJSON prints a value as JSON.

@@ -14,7 +14,6 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/terminal"
 )
 
 func pullCommand(o *Connection) *cobra.Command {
@@ -74,14 +73,14 @@ func parseCreds(creds string) (*runtimeapi.AuthConfig, error) {
 	return &runtimeapi.AuthConfig{Username: user, Password: password}, nil
 }
 
-func newProgress(cmd *cobra.Command, kind string) (terminal.Progress, error) {
+func newProgress(cmd *cobra.Command, kind string) (cli.Progress, error) {
 	switch kind {
 	case "auto":
-		return terminal.NewProgress(cmd.ErrOrStderr(), time.Now), nil
+		return cli.NewProgress(cmd.ErrOrStderr(), time.Now), nil
 	case "json":
 		return &jsonProgress{out: json.NewEncoder(cmd.OutOrStdout())}, nil
 	case "none":
-		return terminal.NewProgress(io.Discard, time.Now), nil
+		return cli.NewProgress(io.Discard, time.Now), nil
 	}
 	return nil, fmt.Errorf("--progress: want auto, json or none, not %q", kind)
 }
@@ -92,7 +91,7 @@ type jsonProgress struct {
 	last []client.Layer
 }
 
-// Update implements terminal.Progress.
+// Update implements cli.Progress.
 func (p *jsonProgress) Update(layers []client.Layer) {
 	if slices.Equal(p.last, layers) {
 		return
@@ -104,6 +103,6 @@ func (p *jsonProgress) Update(layers []client.Layer) {
 // Done prints the final state of the layers of a successful pull.
 func (p *jsonProgress) Done(ok bool) {
 	if ok {
-		p.Update(terminal.Finished(p.last))
+		p.Update(cli.Finished(p.last))
 	}
 }

@@ -15,9 +15,9 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/config"
 	"berth/cmd/berth/podrun"
 	"berth/cmd/berth/podyaml"
+	"berth/cmd/config"
 )
 
 const (

@@ -10,7 +10,6 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/terminal"
 	"berth/internal/version"
 )
 
@@ -62,9 +61,9 @@ func printVersions(w io.Writer, out *output, v versions) error {
 	if out.format != outputTable {
 		return printJSON(w, v)
 	}
-	table := [][]terminal.Cell{cells("Client:", "berth "+v.Client.Version+" ("+v.Client.Go+")")}
+	table := [][]cli.Cell{cells("Client:", "berth "+v.Client.Version+" ("+v.Client.Go+")")}
 	if r := v.Runtime; r != nil {
 		table = append(table, cells("Runtime:", r.Name+" "+r.Version+" (CRI "+r.CRI+")"))
 	}
-	return terminal.Table(w, table)
+	return cli.Table(w, table)
 }
