@@ -47,7 +47,7 @@ var leftOut = map[string]string{
 	"image/registry/registrytest": "tests",
 	"internal/jail":               "berth-unpack and berth-verify, which only answer, and their start",
 	"image/unpack/worker":         "berth-unpack",
-	"cmd/berth/client/fakecri":    "tests",
+	"cmd/berth/client/clienttest": "tests",
 	"internal/failpoint":          "these failpoints",
 	"internal/safefs":             "the functions are effects of their callers",
 	"internal/testutil":           "tests",

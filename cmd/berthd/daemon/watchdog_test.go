@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"berth/cmd/berth/client/fakecri"
+	"berth/cmd/berth/client/clienttest"
 	"berth/internal/task"
 )
 
@@ -65,7 +65,7 @@ func (a addressOf) Addr() net.Addr { return &net.UnixAddr{Name: a.path, Net: "un
 
 func TestWatchdogIsFedWhileHealthy(t *testing.T) {
 	systemd := fakeSystemd(t, 30*time.Second/1000)
-	socket := strings.TrimPrefix(fakecri.Start(t, &fakecri.Server{}), "unix://")
+	socket := strings.TrimPrefix(clienttest.Start(t, &clienttest.Server{}), "unix://")
 	waits := new(task.Waits)
 	watch(t, waits)
 	stop := startWatchdog(t.Context(), addressOf{path: socket}, waits, func(error) {}, discardLog)
@@ -83,7 +83,7 @@ func TestWatchdogIsNotFedWhileUnhealthy(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer silent.Close()
-	answers := strings.TrimPrefix(fakecri.Start(t, &fakecri.Server{}), "unix://")
+	answers := strings.TrimPrefix(clienttest.Start(t, &clienttest.Server{}), "unix://")
 	watched := new(task.Waits)
 	watch(t, watched)
 	for _, tt := range []struct {

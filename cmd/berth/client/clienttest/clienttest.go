@@ -1,6 +1,6 @@
-// Package fakecri is a CRI runtime for tests: a real gRPC server on a unix socket with a small
+// Package clienttest is a CRI runtime for tests of the commands: a real gRPC server on a unix socket with a small
 // state machine that enforces the order of calls.
-package fakecri
+package clienttest
 
 import (
 	"context"
@@ -85,7 +85,7 @@ func Start(t testing.TB, s *Server) string {
 	t.Helper()
 	s.missed = make(chan struct{})
 	s.pods, s.containers, s.images = map[string]*pod{}, map[string]*container{}, map[string]*runtimeapi.Image{}
-	dir, err := os.MkdirTemp("", "fakecri") // t.TempDir can be too long for a socket
+	dir, err := os.MkdirTemp("", "clienttest") // t.TempDir can be too long for a socket
 	if err != nil {
 		t.Fatal(err)
 	}
