@@ -2,7 +2,6 @@ package check
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
 	"strings"
@@ -50,9 +49,7 @@ func checkRegistry(ctx context.Context, cmd *cobra.Command, cfg *config.Config, 
 
 func printProbes(w io.Writer, probes []registry.Probe, asJSON bool) error {
 	if asJSON {
-		encoder := json.NewEncoder(w)
-		encoder.SetIndent("", "  ")
-		return encoder.Encode(probes)
+		return cli.PrintJSON(w, probes)
 	}
 	host := ""
 	for _, p := range probes {

@@ -32,6 +32,14 @@ type Cell struct {
 	Color Color
 }
 
+// Cells are texts without colors.
+func Cells(texts ...string) (row []Cell) {
+	for _, text := range texts {
+		row = append(row, Cell{Text: text})
+	}
+	return row
+}
+
 // gap separates the columns of a table.
 const gap = "   "
 

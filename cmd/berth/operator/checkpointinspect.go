@@ -41,16 +41,16 @@ processes with what berth would create.`,
 		Example: "  berth checkpoint inspect web.tar\n  berth checkpoint inspect web.tar -o json",
 		Args:    cli.Args(1, 1, "name a file"),
 	}
-	format := addOutputFlag(cmd)
+	format := cli.AddOutput(cmd, "table")
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		i, err := inspectCheckpoint(cmd.Context(), c, args[0])
 		if err != nil {
 			return err
 		}
-		if format.format == outputTable {
+		if !format.JSON() {
 			err = i.print(cmd)
 		} else {
-			err = printJSON(cmd.OutOrStdout(), i)
+			err = cli.PrintJSON(cmd.OutOrStdout(), i)
 		}
 		if err == nil && len(i.Prevents) > 0 {
 			err = &cli.ExitStatus{Code: 1}

@@ -41,7 +41,7 @@ func (r imageRow) cells(l *listFlags) []cli.Cell {
 	if r.Fetched != "" {
 		size += " (" + r.Fetched + " fetched)"
 	}
-	return cells(r.Name(), l.id(r.ID), size)
+	return cli.Cells(r.Name(), l.id(r.ID), size)
 }
 
 // perTag returns one row per tag, which are the lines of the table, as with docker and crictl.

@@ -62,7 +62,7 @@ type containerRow struct {
 func (r containerRow) fullID() string { return r.ID }
 
 func (r containerRow) cells(l *listFlags) []cli.Cell {
-	row := cells(l.id(r.ID), r.Name, r.Pod, r.Image, r.State, cli.Age(time.Now(), r.Created))
+	row := cli.Cells(l.id(r.ID), r.Name, r.Pod, r.Image, r.State, cli.Age(time.Now(), r.Created))
 	state := &row[4]
 	switch {
 	case r.ExitCode != nil:
@@ -151,7 +151,7 @@ type podRow struct {
 func (r podRow) fullID() string { return r.ID }
 
 func (r podRow) cells(l *listFlags) []cli.Cell {
-	row := cells(l.id(r.ID), r.Name, r.Namespace, r.State, strings.Join(r.IPs, ","), cli.Age(time.Now(), r.Created))
+	row := cli.Cells(l.id(r.ID), r.Name, r.Namespace, r.State, strings.Join(r.IPs, ","), cli.Age(time.Now(), r.Created))
 	if r.State == "ready" {
 		row[3].Color = cli.Green
 	}

@@ -32,7 +32,7 @@ only the rest.`,
 	cmd.Flags().StringVar(&progress, "progress", "auto",
 		"auto: bars on a terminal, else lines; json: one object per line on standard output; none")
 	cmd.Flags().BoolVarP(&quiet, "quiet", "q", false, "the same as --progress=none")
-	complete(cmd, "progress", "auto", "json", "none")
+	cli.Complete(cmd, "progress", "auto", "json", "none")
 	cmd.ValidArgsFunction = o.completeNames(imageNames)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		auth, err := parseCreds(creds)

@@ -122,7 +122,7 @@ func listStarts(ctx context.Context, w io.Writer, c *client.Client, how drawing,
 	if how == "json" {
 		return printData(w, starts)
 	}
-	table := [][]cli.Cell{cells("POD", "NAME", "NAMESPACE", "AGE", "CONTAINERS", "TOOK", "PULL", "RESULT")}
+	table := [][]cli.Cell{cli.Cells("POD", "NAME", "NAMESPACE", "AGE", "CONTAINERS", "TOOK", "PULL", "RESULT")}
 	for _, s := range starts {
 		table = append(table, startRow(s))
 	}
@@ -135,7 +135,7 @@ func startRow(s history.Summary) []cli.Cell {
 	if s.Pull > 0 {
 		pull = waterfall.Took(s.Pull)
 	}
-	row := cells(client.ShortID(s.ID), s.Name, s.Namespace, cli.Age(time.Now(), s.Began), strconv.Itoa(s.Containers),
+	row := cli.Cells(client.ShortID(s.ID), s.Name, s.Namespace, cli.Age(time.Now(), s.Began), strconv.Itoa(s.Containers),
 		waterfall.Took(s.Took), pull, "ok")
 	if s.Failed {
 		row[len(row)-1] = cli.Cell{Text: "failed", Color: cli.Red}
