@@ -96,7 +96,8 @@ func (n *node) learn(ctx context.Context) {
 	programs := []string{"/proc/self/exe"}
 	if self, err := os.Executable(); err == nil {
 		dir := filepath.Dir(self)
-		programs = append(programs, filepath.Join(dir, daemon.Program), cmp.Or(n.cfg.ShimPath, filepath.Join(dir, "berth-shim")))
+		shim := cmp.Or(n.cfg.ShimPath, filepath.Join(dir, "berth-shim"))
+		programs = append(programs, filepath.Join(dir, daemon.Program), shim)
 	}
 	m, err := newMasker(programs...)
 	if err != nil {
