@@ -79,8 +79,13 @@ spec:
   - {name: main, image: %q, command: [sleep, %q]}
 `, harness.BaseImage, sleepTime))
 	run(t, "berth", "run", "--detach", "--run-dir", "/run/tmp/sleeper", file)
-	pids := sleepers(t)
-	harness.Equal(t, "number of processes of the pod", len(pids), 1)
+	var pids []string
+	harness.Eventually(t, "the release's container executes its command", func() error {
+		if pids = sleepers(t); len(pids) != 1 {
+			return fmt.Errorf("processes of the pod: %v", pids)
+		}
+		return nil
+	})
 	return sleeper{pids[0]}
 }
 
