@@ -73,7 +73,7 @@ func TestDebugBundleHasNoSecrets(t *testing.T) {
 		"mounts.txt":     d.State,
 		"disks.txt":      "MiB available",
 		"cgroups.txt":    ":",
-		"processes.txt":  "(berth)",
+		"processes.txt":  "(berthd)",
 	} {
 		harness.WantText(t, name, files[name], want)
 	}
@@ -98,7 +98,7 @@ func TestDebugBundleOfHangingDaemon(t *testing.T) {
 	harness.WantText(t, "daemon", files["daemon.txt"], "T (stopped)")
 	harness.WantText(t, "log", files["log.txt"], "serving")
 	harness.WantText(t, "kernel", files["kernel.txt"], "MemTotal")
-	harness.WantText(t, "processes", files["processes.txt"], "(berth) T")
+	harness.WantText(t, "processes", files["processes.txt"], "(berthd) T")
 }
 
 func TestDebugBundleWithoutDaemon(t *testing.T) {

@@ -99,15 +99,14 @@ func TestWrongDirectories(t *testing.T) {
 			if c.flags != nil {
 				flags = c.flags(d)
 			}
-			serve := append(d.ServeCommand().Args[1:], flags...)
-			for _, args := range [][]string{append([]string{"config", "check"}, serve[1:]...), serve} {
-				cmd := d.Command(args...)
+			flags = append(d.Flags(), flags...)
+			for _, cmd := range []*exec.Cmd{d.Command(append([]string{"config", "check"}, flags...)...), d.DaemonCommand(flags...)} {
 				cmd.WaitDelay = time.Second
 				end := time.AfterFunc(time.Minute, func() { _ = cmd.Process.Kill() }) // a daemon that starts
 				out, err := cmd.CombinedOutput()
 				end.Stop()
 				if err == nil || !strings.Contains(string(out), c.want) || !strings.Contains(string(out), "berth reset") {
-					t.Errorf("berth %s: %v, want %q in:\n%s", args[0], err, c.want, out)
+					t.Errorf("%s: %v, want %q in:\n%s", cmd.Path, err, c.want, out)
 				}
 			}
 			for _, pid := range pids {

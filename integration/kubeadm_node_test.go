@@ -98,8 +98,8 @@ func forwardRegistry(t *testing.T) string {
 // it has.
 func (k *kubeadm) startDaemon(t *testing.T) {
 	t.Helper()
-	berth := filepath.Join(harness.BinDir, "berth")
-	k.page.daemon = startProgram(t, "the second berth", k.page.disk+"/berth.log", append(k.enter, berth, "serve")...)
+	berthd := filepath.Join(harness.BinDir, harness.DaemonProgram)
+	k.page.daemon = startProgram(t, "the second berth", k.page.disk+"/berth.log", append(k.enter, berthd)...)
 	t.Cleanup(func() { k.page.daemon.finish(t) })
 	t.Cleanup(func() { k.command(t, "berth", "reset", "--yes", "--stop-daemon", "--grace-period", "1s") })
 	k.page.daemon.waitFor(t, "it answers", func() error {

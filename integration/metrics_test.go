@@ -18,7 +18,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/cmd/berth/serve/exporter"
+	"berth/cmd/berthd/exporter"
 	"berth/integration/harness"
 )
 

@@ -105,7 +105,7 @@ func (m *migration) writeUnits(t *testing.T, bin string) {
 	for name, args := range map[string][]string{
 		"kubelet":    kubelet,
 		"containerd": {filepath.Join(bin, "containerd"), "--log-level", "warn"},
-		"berth":      {filepath.Join(harness.BinDir, "berth"), "serve"},
+		"berth":      {filepath.Join(harness.BinDir, harness.DaemonProgram)},
 	} {
 		script := "exec"
 		for _, arg := range args {

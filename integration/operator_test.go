@@ -265,13 +265,13 @@ func TestCheckFindsOtherRuntimes(t *testing.T) {
 	if failed(err) {
 		t.Errorf("check while the daemon runs: %v\n%s", err, out)
 	}
-	harness.WantText(t, "output of check while the daemon runs", out, "ok       CRI socket: berth (pid ", "ok       NRI socket: berth (pid ")
+	harness.WantText(t, "output of check while the daemon runs", out, "ok       CRI socket: berthd (pid ", "ok       NRI socket: berthd (pid ")
 	other := filepath.Join(d.Dir, "other.sock")
 	listener := harness.Get(net.Listen("unix", other))(t)
 	defer listener.Close()
 	raw, err = d.Command(append(flags, other)...).Output()
 	out = string(raw)
-	for _, want := range []string{fmt.Sprintf("(pid %d) listens on %s", os.Getpid(), other), "warning  NRI socket: berth (pid "} {
+	for _, want := range []string{fmt.Sprintf("(pid %d) listens on %s", os.Getpid(), other), "warning  NRI socket: berthd (pid "} {
 		if !failed(err) || !strings.Contains(out, want) {
 			t.Errorf("check next to another runtime: %v; the output has no %q:\n%s", err, want, out)
 		}

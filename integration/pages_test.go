@@ -228,7 +228,7 @@ func (n *pageNode) configure(t *testing.T) {
 // has.
 func (n *pageNode) serve(t *testing.T) {
 	t.Helper()
-	n.daemon = startProgram(t, "berth", n.disk+"/berth.log", filepath.Join(harness.BinDir, "berth"), "serve")
+	n.daemon = startProgram(t, "berth", n.disk+"/berth.log", filepath.Join(harness.BinDir, harness.DaemonProgram))
 	t.Cleanup(func() {
 		n.daemon.finish(t)
 	})

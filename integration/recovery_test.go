@@ -152,7 +152,7 @@ func TestSecondDaemonRefused(t *testing.T) {
 		{"same state", other.Root, d.State},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			second := d.Command("serve", "--config", d.ConfigFile(), "--listen", other.Socket, "--root", c.root, "--state", c.state, "--cni-conf-dir", d.ConfDir)
+			second := d.DaemonCommand("--config", d.ConfigFile(), "--listen", other.Socket, "--root", c.root, "--state", c.state, "--cni-conf-dir", d.ConfDir)
 			out, err := second.CombinedOutput()
 			if err == nil {
 				t.Fatalf("a second daemon ran:\n%s", out)

@@ -17,8 +17,7 @@ import (
 
 // reset runs `berth reset` for a daemon's directories and returns its output.
 func reset(d *harness.Daemon, args ...string) (string, error) {
-	serve := d.ServeCommand()
-	cmd := d.Command(append([]string{"reset"}, append(append(serve.Args[2:], "--grace-period", "3s"), args...)...)...)
+	cmd := d.Command(append([]string{"reset"}, append(append(d.Flags(), "--grace-period", "3s"), args...)...)...)
 	out, err := cmd.CombinedOutput()
 	return string(out), err
 }

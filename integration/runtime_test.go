@@ -4,8 +4,10 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -126,32 +128,45 @@ func TestSystemdNotify(t *testing.T) {
 	d.Start(t)
 }
 
-// systemd passes its listening socket to the daemon.
+// systemd passes its listening socket to the daemon, also to one that an old unit starts as
+// "berth serve".
 func TestSocketActivation(t *testing.T) {
-	d := harness.NewDaemon(t)
+	for _, program := range []string{"berthd", "berth serve"} {
+		t.Run(program, func(t *testing.T) {
+			d := harness.NewDaemon(t)
+			before := harness.MachineSnapshot(d)
+			serve := d.ServeCommand().Args
+			if program == "berth serve" {
+				serve = d.Command(append([]string{"serve"}, d.Flags()...)...).Args
+			}
+			testSocketActivation(t, d, serve)
+			d.ForgetMounts(t)
+			harness.NoMachineLeaks(t, before, d)
+		})
+	}
+}
+
+func testSocketActivation(t *testing.T, d *harness.Daemon, serve []string) {
 	path := d.Dir + "/activated.sock"
 	listener := harness.Get(net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"}))(t)
 	defer listener.Close()
 	file := harness.Get(listener.File())(t)
 	defer file.Close()
-	cmd := d.ServeCommand()
 	// As with systemd, the socket is descriptor 3, and LISTEN_PID is the daemon's process ID.
-	cmd.Args = append([]string{"sh", "-c", `LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"`, "sh"}, append([]string{cmd.Path}, cmd.Args[1:]...)...)
-	cmd.Path = "/bin/sh"
+	cmd := exec.Command("/bin/sh", append([]string{"-c", `LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"`, "sh"}, serve...)...)
 	cmd.ExtraFiles = []*os.File{file}
-	before := harness.MachineSnapshot(d)
 	harness.Must(t, cmd.Start())
 	conn := harness.Get(grpc.NewClient("unix://"+path, grpc.WithTransportCredentials(insecure.NewCredentials())))(t)
 	_, err := runtimeapi.NewRuntimeServiceClient(conn).Version(t.Context(), &runtimeapi.VersionRequest{}, grpc.WaitForReady(true))
 	harness.Must(t, err)
 	harness.Must(t, conn.Close())
+	running := harness.Get(os.Readlink(fmt.Sprintf("/proc/%d/exe", cmd.Process.Pid)))(t)
+	harness.Equal(t, "the process's program", running, filepath.Join(harness.BinDir, harness.DaemonProgram))
 	harness.Must(t, cmd.Process.Signal(os.Interrupt))
 	harness.Must(t, cmd.Wait())
 	if _, err := os.Stat(path); err != nil {
 		t.Errorf("the daemon removed systemd's socket: %v", err)
 	}
-	d.ForgetMounts(t)
-	harness.NoMachineLeaks(t, before, d)
 }
 
 func TestConfigFile(t *testing.T) {

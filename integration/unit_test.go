@@ -36,6 +36,7 @@ func TestSystemdUnit(t *testing.T) {
 	t.Run("restart", u.testRestart)
 	t.Run("start returns when the daemon is ready", u.testStart)
 	t.Run("socket", u.testSocket)
+	t.Run("unit of release 0.2", u.testServe)
 	t.Run("end", func(t *testing.T) {
 		pod.Remove(t)
 		group := harness.UnitCgroup(t)
@@ -55,6 +56,19 @@ func (u *unitTest) checkContainer(t *testing.T) {
 	harness.Equal(t, "output of an exec", u.c.Exec(t, "echo", "still here"), "still here")
 	noLeftovers(t, u.d)
 	u.d.StateSettles(t)
+}
+
+// testServe starts the daemon with the command of release 0.2, as a drop-in of an operator may.
+func (u *unitTest) testServe(t *testing.T) {
+	harness.DropIn(t, harness.UnitName, "[Service]", "ExecStart=", "ExecStart=/usr/local/bin/berth serve")
+	harness.Systemctl(t, "restart", harness.UnitName)
+	u.d.AdoptRestarted(t)
+	running := harness.Get(os.Readlink(fmt.Sprintf("/proc/%d/exe", u.d.Cmd.Process.Pid)))(t)
+	harness.Equal(t, "the unit's program", running, "/usr/local/bin/berthd")
+	u.checkContainer(t)
+	harness.DropIn(t, harness.UnitName)
+	harness.Systemctl(t, "restart", harness.UnitName)
+	u.d.AdoptRestarted(t)
 }
 
 func (u *unitTest) testKill(t *testing.T) {

@@ -1,5 +1,5 @@
-// Command berth is the container runtime: "berth serve" is the daemon, the other subcommands are
-// for operators. Under the name berth-net it is a CNI plugin.
+// Command berth is what a person types: it asks the daemon, which is the program berthd, and works
+// on the node without one. Under the name berth-net it is a CNI plugin.
 package main
 
 import (
@@ -8,8 +8,8 @@ import (
 	"path/filepath"
 
 	"berth/cmd/berth/cli"
+	"berth/cmd/berth/commands"
 	"berth/cmd/berth/operator"
-	"berth/cmd/berth/root"
 	"berth/cni/berthnet"
 )
 
@@ -18,6 +18,6 @@ func main() {
 		berthnet.Main()
 		return
 	}
-	operator.SilenceLibraries() // serve redirects them to its log
-	os.Exit(cli.ExitCode(root.Command().ExecuteContext(context.Background()), os.Stderr))
+	operator.SilenceLibraries()
+	os.Exit(cli.ExitCode(commands.Root().ExecuteContext(context.Background()), os.Stderr))
 }

@@ -22,8 +22,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"berth/cmd/berth/config"
-	"berth/cmd/berth/root"
+	"berth/cmd/berth/commands"
+	"berth/cmd/config"
 	"berth/internal/testutil"
 )
 
@@ -91,6 +91,7 @@ func want(prefix, cni, zsh string) []file {
 	const data, program = "-rw-r--r--", "-rwxr-xr-x"
 	all := []file{
 		{prefix + "/bin/berth", program, ""},
+		{prefix + "/bin/berthd", program, ""},
 		{prefix + "/bin/berth-shim", program, ""},
 		{prefix + "/bin/berth-unpack", program, ""},
 		{prefix + "/bin/berth-verify", program, ""},
@@ -116,7 +117,7 @@ func want(prefix, cni, zsh string) []file {
 	for _, e := range examples {
 		all = append(all, file{prefix + "/share/berth/examples/" + filepath.Base(e), data, ""})
 	}
-	for _, page := range manPages(root.Command()) {
+	for _, page := range append(manPages(commands.Root()), "berthd.8.gz") {
 		all = append(all, file{prefix + "/share/man/man8/" + page, data, ""})
 	}
 	return all
@@ -279,7 +280,7 @@ func TestManPagesAreReadable(t *testing.T) {
 	if _, err := exec.LookPath("man"); err != nil {
 		t.Skip(err)
 	}
-	for page, text := range map[string]string{"berth.8.gz": "SEE ALSO", "berth-serve.8.gz": "--listen"} {
+	for page, text := range map[string]string{"berth.8.gz": "SEE ALSO", "berth-config-check.8.gz": "--listen", "berthd.8.gz": "--listen"} {
 		cmd := exec.Command("man", "--local-file", "--warnings", filepath.Join(dir, "usr/share/man/man8", page))
 		cmd.Env = append(os.Environ(), "LC_ALL=C.UTF-8", "MANWIDTH=200", "MANPAGER=cat")
 		var stderr bytes.Buffer

@@ -163,7 +163,7 @@ func TestCVE_2024_21626_WorkingDirectorySwapped(t *testing.T) {
 // A container's init runs the runtime's program until it executes the command. A write to that
 // program would change it for all containers and for the next exec.
 func TestCVE_2019_5736_RuntimeOverwritten(t *testing.T) {
-	programs := []string{filepath.Join(harness.BinDir, "berth-shim"), filepath.Join(harness.BinDir, "berth")}
+	programs := []string{filepath.Join(harness.BinDir, "berth-shim"), filepath.Join(harness.BinDir, harness.DaemonProgram)}
 	before := sums(t, programs)
 	d := harness.StartDaemon(t)
 	installed := filepath.Join(d.Root, "bin")

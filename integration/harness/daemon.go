@@ -34,7 +34,7 @@ import (
 // callTimeout is kubelet's deadline for a call.
 const callTimeout = 2 * time.Minute
 
-// Daemon is one `berth serve` with its own directories, and CRI clients to it.
+// Daemon is one daemon with its own directories, and CRI clients to it.
 type Daemon struct {
 	Dir     string   // contains everything below; short, because the length of socket paths is limited
 	Root    string   // --root
@@ -304,13 +304,33 @@ func (d *Daemon) Command(args ...string) *exec.Cmd {
 	return cmd
 }
 
-func (d *Daemon) ServeCommand() *exec.Cmd {
-	args := []string{"serve", "--config", d.ConfigFile(), "--listen", d.Socket, "--cni-conf-dir", d.ConfDir,
+// DaemonCommand returns a command line of the daemon. Up to release 0.2 the daemon was a subcommand of
+// berth.
+func (d *Daemon) DaemonCommand(args ...string) *exec.Cmd {
+	cmd := d.Command(args...)
+	if program := filepath.Join(filepath.Dir(cmd.Path), DaemonProgram); fileExists(program) {
+		cmd.Path, cmd.Args[0] = program, program
+		return cmd
+	}
+	return d.Command(append([]string{"serve"}, args...)...)
+}
+
+func fileExists(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
+}
+
+// ServeCommand returns the command line that starts this daemon.
+func (d *Daemon) ServeCommand() *exec.Cmd { return d.DaemonCommand(d.Flags()...) }
+
+// Flags returns the daemon's flags. Commands that read its configuration take them, too.
+func (d *Daemon) Flags() []string {
+	flags := []string{"--config", d.ConfigFile(), "--listen", d.Socket, "--cni-conf-dir", d.ConfDir,
 		"--cni-bin-dir", strings.Join(d.BinDirs, ","), "--registry-dir", d.certs, "--cgroup-driver", cgroupDriver(), "--log-level", "debug"}
 	if !d.dirsInConfig {
-		args = append(args, "--root", d.Root, "--state", d.State)
+		flags = append(flags, "--root", d.Root, "--state", d.State)
 	}
-	return d.Command(args...)
+	return flags
 }
 
 // WithDirectoriesInConfig sets root and state in the configuration file instead of by flags, so

@@ -34,7 +34,7 @@ func findFailpoints() error {
 	}
 	BinDir = filepath.Join(BinDir, failpointsDir)
 	if !inCheckout {
-		_, err := os.Stat(filepath.Join(BinDir, "berth"))
+		_, err := os.Stat(filepath.Join(BinDir, DaemonProgram))
 		return err
 	}
 	build := exec.Command(filepath.Join(source(), buildScript), "-failpoints")
@@ -88,7 +88,7 @@ type ReachedPoint struct {
 
 // Names of berth's programs that have failpoints.
 const (
-	DaemonProgram   = "berth"
+	DaemonProgram   = "berthd"
 	LauncherProgram = "berth-shim"
 	MonitorProgram  = "berth-monitor"
 )

@@ -255,11 +255,17 @@ func mainPID(t *testing.T) int {
 	return pid
 }
 
-// runsInstalled checks that the daemon is the installed program.
+// runsInstalled checks that the daemon is the program of the package.
 func runsInstalled(t *testing.T) {
 	t.Helper()
+	runsProgram(t, "/usr/bin/berthd")
+}
+
+// runsProgram checks that the unit's main process runs a program.
+func runsProgram(t *testing.T, path string) {
+	t.Helper()
 	exe := fmt.Sprintf("/proc/%d/exe", mainPID(t))
-	harness.Equal(t, "the daemon's program", harness.Get(os.Readlink(exe))(t), "/usr/bin/berth")
+	harness.Equal(t, "the daemon's program", harness.Get(os.Readlink(exe))(t), path)
 }
 
 // exists reports whether a path exists.

@@ -36,7 +36,7 @@ var effects = regexp.MustCompile(`^(` + strings.Join([]string{
 }, `|`) + `)$`)
 
 // packages are the trees of packages in which the daemon has effects.
-var packages = []string{"checkpoint", "cni", "cmd/berth", "image", "internal", "sandbox", "server", "shim"}
+var packages = []string{"checkpoint", "cni", "cmd", "image", "internal", "sandbox", "server", "shim"}
 
 // leftOut are packages without checks, with the reason.
 var leftOut = map[string]string{
@@ -48,7 +48,7 @@ var leftOut = map[string]string{
 	"image/registry/registrytest": "tests",
 	"internal/jail":               "berth-unpack and berth-verify, which only answer, and their start",
 	"image/unpack/worker":         "berth-unpack",
-	"cmd/berth/client/fakecri":    "tests",
+	"cmd/berth/client/clienttest": "tests",
 	"internal/failpoint":          "these failpoints",
 	"internal/safefs":             "the functions are effects of their callers",
 	"internal/testutil":           "tests",
@@ -85,15 +85,17 @@ var unmarked = map[string]string{
 	"cni.delStale: lib.DelNetworkList":         "each plugin is between points",
 	"cni.execInto: unix.Kill":                  byCaller,
 	"cni.start: cmd.Start":                     byCaller,
-	"cmd/berth/hostlocal.lock: os.OpenFile":    lock,
+	"cmd/node/hostlocal.lock: os.OpenFile":    lock,
 	"cni/berthnet/addresses.Open: os.MkdirAll": again,
 	"cni/berthnet/links.open: unix.Bind":       "the daemon's own socket",
 	"cni/berthnet/rules.Try: conn.Flush":       unpinned,
 	"cni.endAll: os.MkdirAll":                  again,
 	"cni.newRuns: os.MkdirAll":                 again,
-	"cmd/berth/config.replaceFile: os.CreateTemp next.Chmod os.Remove os.Link os.Rename os.Remove": "berth config migrate",
+	"cmd/berth/commands.replaceFile: os.CreateTemp next.Chmod os.Remove os.Link os.Rename os.Remove": "berth config migrate",
 
-	"cmd/berth/serve.privateDir: os.MkdirAll os.Chmod": again,
+	"cmd/berth/commands.execDaemon: syscall.Exec": "berth serve, which becomes the daemon",
+
+	"cmd/berthd/daemon.privateDir: os.MkdirAll os.Chmod": again,
 
 	"cmd/berth/images.writeWhole: os.OpenFile os.CreateTemp os.Remove os.Rename": ofCommand,
 
@@ -178,15 +180,16 @@ var unmarked = map[string]string{
 	"internal/rootfs.probeOverlay: unix.Mount":                                    probe,
 	"internal/rootfs.probeTmpfs: unix.MountSetattr":                               probe,
 
-	"sandbox/history.save: os.WriteFile os.Rename": history,
-	"sandbox/history.removeIfExists: os.Remove":    history,
-	"sandbox/lsm.set: unix.Setxattr":               "the label of a file, which the next creation of the container sets again",
-	"sandbox/podenv.makeDir: os.Mkdir os.Chmod":    byCaller,
-	"sandbox/podenv.giveToRoot: os.Chown":          byCaller,
-	"sandbox/runtime.openShim: pidfd.Signal":       signal,
-	"sandbox/runtime.EndShim: .signal":             byCaller,
-	"sandbox/runtime.signal: .signal":              byCaller,
-	"sandbox/runtime.signal: pidfd.Signal":         byCaller,
+	"sandbox/history.save: os.WriteFile os.Rename":   history,
+	"sandbox/history.removeIfExists: os.Remove":      history,
+	"sandbox/lsm.installProfile: cmd.CombinedOutput": "the profile of all containers, which each launch loads if it is missing",
+	"sandbox/lsm.set: unix.Setxattr":                 "the label of a file, which the next creation of the container sets again",
+	"sandbox/podenv.makeDir: os.Mkdir os.Chmod":      byCaller,
+	"sandbox/podenv.giveToRoot: os.Chown":            byCaller,
+	"sandbox/runtime.openShim: pidfd.Signal":         signal,
+	"sandbox/runtime.EndShim: .signal":               byCaller,
+	"sandbox/runtime.signal: .signal":                byCaller,
+	"sandbox/runtime.signal: pidfd.Signal":           byCaller,
 
 	"shim.set: os.WriteFile":           "about a process of its own",
 	"shim.Kill: pidfd.Signal":          signal,

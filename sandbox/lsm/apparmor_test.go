@@ -5,6 +5,8 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -13,8 +15,33 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/moby/profiles/apparmor"
+
 	"berth/internal/task"
+	"berth/internal/testutil"
 )
+
+// The profile is that of moby/profiles.
+func TestDefaultProfileIsMobys(t *testing.T) {
+	dir := t.TempDir()
+	loaded := filepath.Join(dir, "loaded")
+	parser := "#!/bin/sh\n[ \"$1\" = -Kr ] && exec cat ${2:+\"$2\"} >" + loaded + "\n"
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, "apparmor_parser"), []byte(parser), 0o700))
+	t.Setenv("PATH", dir+":"+os.Getenv("PATH"))
+	install := func(install func(string) error) string {
+		t.Helper()
+		testutil.Must(t, install("some-name"))
+		text, err := os.ReadFile(loaded)
+		testutil.Must(t, err)
+		// A template leaves empty lines.
+		lines := strings.FieldsFunc(string(text), func(r rune) bool { return r == '\n' })
+		return strings.Join(slices.DeleteFunc(lines, func(l string) bool { return strings.TrimSpace(l) == "" }), "\n")
+	}
+	want := install(apparmor.InstallDefault)
+	if got := install(installProfile); got != want || !strings.Contains(got, "profile some-name ") {
+		t.Errorf("%s\nwant %s", got, want)
+	}
+}
 
 // fakeProfiles fakes the kernel's list of profiles and the parser.
 type fakeProfiles struct {

@@ -3,8 +3,6 @@ package check
 
 import (
 	"context"
-	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"time"
@@ -16,8 +14,8 @@ import (
 	"berth/cmd/berth/check/statecheck"
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/config"
-	"berth/cmd/berth/node"
+	"berth/cmd/config"
+	"berth/cmd/node"
 	"berth/cni/berthnet"
 	"berth/internal/host"
 )
@@ -51,7 +49,7 @@ flags, else the configuration file. With --config the node is checked for that f
 		RunE: func(cmd *cobra.Command, _ []string) error { return run(cmd, o) },
 	}
 	config.AddFlags(cmd.Flags())
-	o.show.addFlags(cmd.Flags())
+	o.show.addFlags(cmd)
 	cmd.Flags().BoolVar(&o.bytes, "bytes", false, "with --state: also compare the content of every layer")
 	cmd.Flags().StringVar(&o.registry, "registry", "", "check a registry (HOST) or an image in it (HOST/REPOSITORY[:TAG]) instead")
 	state := cmd.Flags().Lookup(stateFlag)
@@ -191,9 +189,7 @@ func checkState(ctx context.Context, cmd *cobra.Command, cfg *config.Config, byt
 
 func printReport(w io.Writer, r *statecheck.Report, asJSON bool) error {
 	if asJSON {
-		encoder := json.NewEncoder(w)
-		encoder.SetIndent("", "  ")
-		return encoder.Encode(r)
+		return cli.PrintJSON(w, r)
 	}
 	for _, d := range r.Differences {
 		if _, err := fmt.Fprintln(w, d); err != nil {
@@ -239,31 +235,16 @@ func nodeOf(cfg *config.Config) (*nodecheck.Node, error) {
 type display struct {
 	json    bool
 	verbose bool
-	output  string // text or json
+	output  cli.Output
 }
 
-func (d *display) addFlags(flags *pflag.FlagSet) {
-	flags.VarP(d, "output", "o", "output format")
-	flags.BoolVar(&d.json, "json", false, "the same as --output json")
-	flags.BoolVarP(&d.verbose, "verbose", "v", false, "also print what needs no fix")
+func (d *display) addFlags(cmd *cobra.Command) {
+	d.output.AddFlag(cmd, "text")
+	cmd.Flags().BoolVar(&d.json, "json", false, "the same as --output json")
+	cmd.Flags().BoolVarP(&d.verbose, "verbose", "v", false, "also print what needs no fix")
 }
 
-func (d *display) asJSON() bool { return d.json || d.output == "json" }
-
-// String implements pflag.Value for --output.
-func (d *display) String() string { return d.output }
-
-// Type implements pflag.Value for --output.
-func (d *display) Type() string { return "text|json" }
-
-// Set implements pflag.Value for --output.
-func (d *display) Set(s string) error {
-	if s != "text" && s != "json" {
-		return errors.New("want text or json")
-	}
-	d.output = s
-	return nil
-}
+func (d *display) asJSON() bool { return d.json || d.output.JSON() }
 
 // warningCode is the exit code of a check that found warnings only.
 const warningCode = 3
@@ -283,9 +264,7 @@ func statusOf(worst nodecheck.Level) error {
 // printFindings prints the findings. The text ends with a summary.
 func printFindings(w io.Writer, findings []nodecheck.Finding, show display) error {
 	if show.asJSON() {
-		encoder := json.NewEncoder(w)
-		encoder.SetIndent("", "  ")
-		return encoder.Encode(findings)
+		return cli.PrintJSON(w, findings)
 	}
 	count := map[nodecheck.Level]int{}
 	for _, f := range findings {

@@ -5,6 +5,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/spf13/cobra"
+
 	"berth/cmd/berth/check/nodecheck"
 	"berth/cmd/berth/cli"
 	"berth/internal/testutil"
@@ -35,7 +37,11 @@ func TestPrintFindings(t *testing.T) {
 			}
 		})
 	}
-	for _, show := range []display{{json: true}, {output: "json"}} {
+	for _, arg := range []string{"--json", "--output=json"} {
+		var show display
+		cmd := new(cobra.Command)
+		show.addFlags(cmd)
+		testutil.Must(t, cmd.ParseFlags([]string{arg}))
 		var out strings.Builder
 		testutil.Must(t, printFindings(&out, findings, show))
 		if !strings.HasPrefix(out.String(), "[") || !strings.Contains(out.String(), `"fix": "mount them"`) {

@@ -2,7 +2,6 @@ package check
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
 	"strings"
@@ -10,8 +9,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"berth/cmd/berth/cli"
-	"berth/cmd/berth/config"
-	"berth/cmd/berth/serve"
+	"berth/cmd/berthd/daemon"
+	"berth/cmd/config"
 	"berth/image/registry"
 )
 
@@ -26,7 +25,7 @@ func checkRegistry(ctx context.Context, cmd *cobra.Command, cfg *config.Config, 
 		return err
 	}
 	client, err := registry.NewClient(registry.Config{
-		Sources: serve.Registries(cfg), StallTimeout: cfg.StallTimeout.Duration,
+		Sources: daemon.Registries(cfg), StallTimeout: cfg.StallTimeout.Duration,
 	})
 	if err != nil {
 		return err
@@ -50,9 +49,7 @@ func checkRegistry(ctx context.Context, cmd *cobra.Command, cfg *config.Config, 
 
 func printProbes(w io.Writer, probes []registry.Probe, asJSON bool) error {
 	if asJSON {
-		encoder := json.NewEncoder(w)
-		encoder.SetIndent("", "  ")
-		return encoder.Encode(probes)
+		return cli.PrintJSON(w, probes)
 	}
 	host := ""
 	for _, p := range probes {

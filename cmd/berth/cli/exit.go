@@ -1,4 +1,5 @@
-// Package cli provides what berth's commands share: exit codes and interrupts.
+// Package cli provides what berth's commands share: arguments, exit codes, interrupts, tables, JSON,
+// and numbers and times for people.
 package cli
 
 import (

@@ -23,7 +23,7 @@ import (
 )
 
 const (
-	// DefaultSocket is the default socket of `berth serve`.
+	// DefaultSocket is the default socket of the daemon.
 	DefaultSocket = "unix:///run/berth/berth.sock"
 
 	// maxMessage is CRI's limit on one message, in bytes, as in kubelet.
@@ -91,7 +91,7 @@ func probe(ctx context.Context, path string) error {
 	case err == nil:
 		return conn.Close()
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
-		return fmt.Errorf("no runtime listens on %s (is `berth serve` running?)", path)
+		return fmt.Errorf("no runtime listens on %s (is berthd running?)", path)
 	case errors.Is(err, fs.ErrPermission):
 		return fmt.Errorf("no permission to use %s (run as root)", path)
 	}

@@ -16,14 +16,14 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/client/fakecri"
+	"berth/cmd/berth/client/clienttest"
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
 )
 
-func dial(t *testing.T, s *fakecri.Server) *client.Client {
+func dial(t *testing.T, s *clienttest.Server) *client.Client {
 	t.Helper()
-	c, err := client.Dial(t.Context(), fakecri.Start(t, s))
+	c, err := client.Dial(t.Context(), clienttest.Start(t, s))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -94,7 +94,7 @@ func TestErrorsExplainTheirCode(t *testing.T) {
 		{status.Error(codes.Unknown, ""), "unknown error"},
 	}
 	for _, test := range tests {
-		c := dial(t, &fakecri.Server{Hook: func(context.Context, string) error { return test.err }})
+		c := dial(t, &clienttest.Server{Hook: func(context.Context, string) error { return test.err }})
 		err := c.StopPod(t.Context(), "0123456789abcdef")
 		if want := "stop pod 0123456789ab: " + test.want; err == nil || err.Error() != want {
 			t.Errorf("%v, want %q", err, want)
@@ -108,7 +108,7 @@ func TestErrorsExplainTheirCode(t *testing.T) {
 func TestCancelledCallIsCancelled(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
-	c := dial(t, &fakecri.Server{Hook: func(ctx context.Context, _ string) error {
+	c := dial(t, &clienttest.Server{Hook: func(ctx context.Context, _ string) error {
 		cancel()
 		<-ctx.Done()
 		return ctx.Err()
@@ -119,7 +119,7 @@ func TestCancelledCallIsCancelled(t *testing.T) {
 }
 
 // populate creates pods and containers, named "pod" or "pod/container", and returns their IDs.
-func populate(t *testing.T, c *client.Client, s *fakecri.Server, names ...string) map[string]string {
+func populate(t *testing.T, c *client.Client, s *clienttest.Server, names ...string) map[string]string {
 	t.Helper()
 	ids, ctx := map[string]string{}, t.Context()
 	s.Registry = map[string]*runtimeapi.Image{"i": {Id: "sha256:i"}}
@@ -151,7 +151,7 @@ func populate(t *testing.T, c *client.Client, s *fakecri.Server, names ...string
 
 func TestFindByNameIDOrPrefix(t *testing.T) {
 	t.Parallel()
-	s := &fakecri.Server{}
+	s := &clienttest.Server{}
 	c := dial(t, s)
 	ids := populate(t, c, s, "web", "web/app", "web/log", "db", "db/log", "db/once", "db/once:+", "c000", "web/a000", "web/b000")
 	find := func(ref string) (string, error) {
@@ -191,7 +191,7 @@ func TestFindByNameIDOrPrefix(t *testing.T) {
 // the pod with its name.
 func TestNameOfContainerAndPodIsAmbiguous(t *testing.T) {
 	t.Parallel()
-	s := &fakecri.Server{}
+	s := &clienttest.Server{}
 	c := dial(t, s)
 	ids := populate(t, c, s, "web", "web/web", "web/log", "db", "web/db")
 	for ref, inside := range map[string]string{"web": ids["web/web"], "db": ""} {
@@ -212,7 +212,7 @@ func TestNameOfContainerAndPodIsAmbiguous(t *testing.T) {
 
 func TestListsAreNewestFirst(t *testing.T) {
 	t.Parallel()
-	s := &fakecri.Server{}
+	s := &clienttest.Server{}
 	c := dial(t, s)
 	ids := populate(t, c, s, "a", "a/1", "b", "a/2", "b/3")
 	list, err := c.Containers(t.Context())
@@ -227,7 +227,7 @@ func TestListsAreNewestFirst(t *testing.T) {
 
 func TestWaitContainerSurvivesRestartOfRuntime(t *testing.T) {
 	t.Parallel()
-	s := &fakecri.Server{}
+	s := &clienttest.Server{}
 	c := dial(t, s)
 	ids := populate(t, c, s, "p", "p/c")
 	go func() {
@@ -256,7 +256,7 @@ func TestPullReportsProgress(t *testing.T) {
 		t.Fatal(err)
 	}
 	seen := make(chan struct{})
-	c := dial(t, &fakecri.Server{
+	c := dial(t, &clienttest.Server{
 		PullsInfo: string(info), Registry: map[string]*runtimeapi.Image{"busybox": {Id: "sha256:bb"}},
 		Hook: func(context.Context, string) error { <-seen; return nil }, // the pull continues until its progress has been reported
 	})
@@ -274,7 +274,7 @@ func TestPullReportsProgress(t *testing.T) {
 
 func TestPullErrors(t *testing.T) {
 	t.Parallel()
-	c := dial(t, &fakecri.Server{PullsInfo: "not json"})
+	c := dial(t, &clienttest.Server{PullsInfo: "not json"})
 	_, err := c.PullWithProgress(t.Context(), "none", nil, func([]client.Layer) { t.Error("progress was reported for a failed pull") })
 	if !errdefs.IsNotFound(err) || !strings.HasPrefix(err.Error(), "pull none: not found: ") {
 		t.Errorf("%v", err)
@@ -285,7 +285,7 @@ func TestPullErrors(t *testing.T) {
 func TestPullErrorNamesOperationOnce(t *testing.T) {
 	t.Parallel()
 	const message = "pull none: RegistryUnavailable: connection refused"
-	c := dial(t, &fakecri.Server{Hook: func(context.Context, string) error { return status.Error(codes.Unavailable, message) }})
+	c := dial(t, &clienttest.Server{Hook: func(context.Context, string) error { return status.Error(codes.Unavailable, message) }})
 	if _, err := c.Pull(t.Context(), "none", nil); err == nil || err.Error() != "not available: "+message {
 		t.Errorf("%v", err)
 	}

@@ -21,7 +21,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"berth/cmd/berth/cli"
-	"berth/cmd/berth/config"
+	"berth/cmd/config"
 )
 
 // Command returns the command `berth debug`.

@@ -23,8 +23,9 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/config"
-	"berth/cmd/berth/serve/exporter"
+	"berth/cmd/berthd/daemon"
+	"berth/cmd/berthd/exporter"
+	"berth/cmd/config"
 	"berth/internal/version"
 )
 
@@ -32,7 +33,7 @@ import (
 type node struct {
 	mask    *masker
 	cfg     *config.Config
-	flags   []string // flags of berth serve that this command got, without --state
+	flags   []string // flags of the daemon that this command got, without --state
 	state   string   // the flag that selects the check of the state
 	logFile string
 	notes   []error // why cfg may not be the daemon's
@@ -94,7 +95,9 @@ func (n *node) ask(ctx context.Context) error {
 func (n *node) learn(ctx context.Context) {
 	programs := []string{"/proc/self/exe"}
 	if self, err := os.Executable(); err == nil {
-		programs = append(programs, cmp.Or(n.cfg.ShimPath, filepath.Join(filepath.Dir(self), "berth-shim")))
+		dir := filepath.Dir(self)
+		shim := cmp.Or(n.cfg.ShimPath, filepath.Join(dir, "berth-shim"))
+		programs = append(programs, filepath.Join(dir, daemon.Program), shim)
 	}
 	m, err := newMasker(programs...)
 	if err != nil {

@@ -14,7 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/cmd/berth/serve/exporter"
+	"berth/cmd/berthd/exporter"
 )
 
 // daemonPID returns the process that listens on the debug socket. The kernel answers, so this works

@@ -14,7 +14,7 @@ import (
 	"sync"
 	"testing"
 
-	"berth/cmd/berth/config"
+	"berth/cmd/config"
 )
 
 // programWords is the masker that knows the words of this test's program. Secrets in the tests are

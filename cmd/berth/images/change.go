@@ -15,7 +15,6 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/terminal"
 	"berth/server/admin"
 )
 
@@ -256,12 +255,12 @@ func (c *call) pruned(partial *admin.Partial, images int, freed uint64, dry bool
 	}
 	if partial != nil && partial.Layers() > 0 {
 		_, err := fmt.Fprintf(c.ErrOrStderr(), "%d partial layers %s, %s\n",
-			partial.Layers(), removed, terminal.Bytes(partial.Bytes))
+			partial.Layers(), removed, cli.Bytes(partial.Bytes))
 		if err != nil {
 			return err
 		}
 	}
-	_, err := fmt.Fprintf(c.ErrOrStderr(), "%d images %s, layers of up to %s\n", images, removed, terminal.Bytes(freed))
+	_, err := fmt.Fprintf(c.ErrOrStderr(), "%d images %s, layers of up to %s\n", images, removed, cli.Bytes(freed))
 	return err
 }
 
@@ -275,7 +274,7 @@ func (c *call) pruneIndexes(dry bool) error {
 	if err != nil {
 		return err
 	}
-	_, err = fmt.Fprintln(c.ErrOrStderr(), gone.Count, "indexes", removed+",", terminal.Bytes(gone.Bytes))
+	_, err = fmt.Fprintln(c.ErrOrStderr(), gone.Count, "indexes", removed+",", cli.Bytes(gone.Bytes))
 	return err
 }
 

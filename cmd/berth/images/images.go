@@ -1,13 +1,9 @@
-// Package images provides the command `berth image`. Listing, pulling, inspecting and removing use
+// Package images provides the command `berth image`. Listing, pulling and removing use
 // only CRI and work with any runtime. The others need berth's own service (package admin).
 package images
 
 import (
-	"encoding/json"
 	"fmt"
-	"io"
-	"strings"
-	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
@@ -31,7 +27,7 @@ func Command() *cobra.Command {
 	o.AddFlag(cmd, cmd.PersistentFlags())
 	cmd.AddCommand(operator.ImageCommands(&o.Connection)...)
 	cmd.AddCommand(loadCommand(o), saveCommand(o), importCommand(o), tagCommand(o),
-		rmCommand(o), pruneCommand(o), inspectCommand(o), historyCommand(o), duCommand(o))
+		rmCommand(o), pruneCommand(o), historyCommand(o), duCommand(o))
 	for _, sub := range cmd.Commands() {
 		sub.SilenceUsage, sub.SilenceErrors = true, true
 	}
@@ -80,32 +76,3 @@ type call struct {
 
 // Close closes the connection.
 func (c *call) Close() error { return c.Client.Close() }
-
-// printJSON prints a value as indented JSON.
-func printJSON(w io.Writer, v any) error {
-	enc := json.NewEncoder(w)
-	enc.SetIndent("", "  ")
-	return enc.Encode(v)
-}
-
-// printTable prints rows under a header.
-func printTable(w io.Writer, header string, rows [][]string) error {
-	table := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
-	_, _ = fmt.Fprintln(table, strings.Join(strings.Fields(header), "\t")) // Flush returns the error
-	for _, row := range rows {
-		_, _ = fmt.Fprintln(table, strings.Join(row, "\t"))
-	}
-	return table.Flush()
-}
-
-// asJSON adds the flag --output.
-func asJSON(cmd *cobra.Command) func() bool {
-	format := cmd.Flags().StringP("output", "o", "table", "output format: table or json")
-	cmd.PreRunE = func(*cobra.Command, []string) error {
-		if *format != "table" && *format != "json" {
-			return fmt.Errorf("--output: want table or json, not %q", *format)
-		}
-		return nil
-	}
-	return func() bool { return *format == "json" }
-}

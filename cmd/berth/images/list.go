@@ -15,7 +15,6 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/terminal"
 	"berth/server/admin"
 )
 
@@ -40,56 +39,34 @@ func find(ctx context.Context, c *client.Client, ref string) (*runtimeapi.Image,
 	return reply.GetImage(), info.Config, nil
 }
 
-func inspectCommand(o *connection) *cobra.Command {
-	return &cobra.Command{
-		Use: "inspect REF…", Short: "Print images and their configurations as JSON", Args: cli.Args(1, 0, "name an image"),
-		ValidArgsFunction: o.CompleteImages,
-		RunE: o.connected(func(c *call) error {
-			type detail struct {
-				client.Image
-				Config ocispec.Image `json:"config"`
-			}
-			all := []detail{}
-			for _, ref := range c.args {
-				img, config, err := find(c.Context(), c.Client, ref)
-				if err != nil {
-					return err
-				}
-				all = append(all, detail{client.ImageOf(img), config})
-			}
-			return printJSON(c.OutOrStdout(), all)
-		}),
-	}
-}
-
 func historyCommand(o *connection) *cobra.Command {
 	cmd := &cobra.Command{
 		Use: "history REF", Short: "List the build steps of an image, newest first",
 		Args: cli.Args(1, 1, "name an image"), ValidArgsFunction: o.CompleteImages,
 	}
-	jsonWanted := asJSON(cmd)
+	out := cli.AddOutput(cmd, "table")
 	cmd.RunE = o.connected(func(c *call) error {
 		img, config, err := find(c.Context(), c.Client, c.args[0])
 		if err != nil {
 			return err
 		}
-		if jsonWanted() {
-			return printJSON(c.OutOrStdout(), append([]ocispec.History{}, config.History...))
+		if out.JSON() {
+			return cli.PrintJSON(c.OutOrStdout(), append([]ocispec.History{}, config.History...))
 		}
 		sizes := layerSizes(c, img.GetId())
-		var rows [][]string
+		var rows [][]cli.Cell
 		for _, h := range config.History {
 			created, size := "", ""
 			if h.Created != nil && !h.Created.IsZero() { // reproducible builds omit the time, or set the year 1
-				created = terminal.Age(time.Now(), *h.Created)
+				created = cli.Age(time.Now(), *h.Created)
 			}
 			if !h.EmptyLayer && len(sizes) > 0 {
-				size, sizes = terminal.Bytes(sizes[0].Bytes), sizes[1:]
+				size, sizes = cli.Bytes(sizes[0].Bytes), sizes[1:]
 			}
-			rows = append(rows, []string{created, size, shorten(cmp.Or(h.CreatedBy, h.Comment))})
+			rows = append(rows, cli.Cells(created, size, shorten(cmp.Or(h.CreatedBy, h.Comment))))
 		}
 		slices.Reverse(rows)
-		return printTable(c.OutOrStdout(), "AGE SIZE STEP", rows)
+		return cli.Table(c.OutOrStdout(), append([][]cli.Cell{cli.Cells("AGE", "SIZE", "STEP")}, rows...))
 	})
 	return cmd
 }
@@ -126,7 +103,7 @@ SHARED belongs to layers that other images use as well. Partial layers are those
 current pulls. The next pull uses them; "berth image prune" removes those of failed pulls. Indexes of
 blobs are kept when images are removed, for the next pull of a blob, see lazy.index_bytes.`,
 	}
-	jsonWanted := asJSON(cmd)
+	out := cli.AddOutput(cmd, "table")
 	cmd.RunE = o.connected(func(c *call) error {
 		images, err := c.ImageLayers(c.Context())
 		if err != nil {
@@ -142,24 +119,22 @@ blobs are kept when images are removed, for the next pull of a blob, see lazy.in
 		if usage.Indexes, err = c.Indexes(c.Context()); err != nil {
 			return err
 		}
-		if jsonWanted() {
-			return printJSON(c.OutOrStdout(), usage)
+		if out.JSON() {
+			return cli.PrintJSON(c.OutOrStdout(), usage)
 		}
-		var rows [][]string
+		rows := [][]cli.Cell{cli.Cells("IMAGE", "UNIQUE", "SHARED", "SUM")}
 		for _, u := range usage.Images {
-			rows = append(rows, []string{
-				cmp.Or(strings.Join(u.Tags, ", "), client.ShortID(u.ID)), terminal.Bytes(u.Unique),
-				terminal.Bytes(u.Shared), terminal.Bytes(u.Unique + u.Shared),
-			})
+			rows = append(rows, cli.Cells(cmp.Or(strings.Join(u.Tags, ", "), client.ShortID(u.ID)), cli.Bytes(u.Unique),
+				cli.Bytes(u.Shared), cli.Bytes(u.Unique+u.Shared)))
 		}
 		if p := usage.Partial; p != nil && p.Layers() > 0 {
-			rows = append(rows, []string{fmt.Sprintf("partial layers (%d)", p.Layers()), "", "", terminal.Bytes(p.Bytes)})
+			rows = append(rows, cli.Cells(fmt.Sprintf("partial layers (%d)", p.Layers()), "", "", cli.Bytes(p.Bytes)))
 		}
 		if usage.Indexes.Count > 0 {
-			rows = append(rows, []string{"indexes of blobs", "", "", terminal.Bytes(usage.Indexes.Bytes)})
+			rows = append(rows, cli.Cells("indexes of blobs", "", "", cli.Bytes(usage.Indexes.Bytes)))
 		}
-		rows = append(rows, []string{"total", "", "", terminal.Bytes(usage.Total + usage.Indexes.Bytes)})
-		return printTable(c.OutOrStdout(), "IMAGE UNIQUE SHARED SUM", rows)
+		rows = append(rows, cli.Cells("total", "", "", cli.Bytes(usage.Total+usage.Indexes.Bytes)))
+		return cli.Table(c.OutOrStdout(), rows)
 	})
 	return cmd
 }

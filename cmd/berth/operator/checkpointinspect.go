@@ -20,7 +20,6 @@ import (
 	"berth/checkpoint/process/archive"
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/terminal"
 	"berth/internal/criu"
 	"berth/internal/errdefs"
 	"berth/internal/host"
@@ -42,16 +41,16 @@ processes with what berth would create.`,
 		Example: "  berth checkpoint inspect web.tar\n  berth checkpoint inspect web.tar -o json",
 		Args:    cli.Args(1, 1, "name a file"),
 	}
-	format := addOutputFlag(cmd)
+	format := cli.AddOutput(cmd, "table")
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		i, err := inspectCheckpoint(cmd.Context(), c, args[0])
 		if err != nil {
 			return err
 		}
-		if format.format == outputTable {
+		if !format.JSON() {
 			err = i.print(cmd)
 		} else {
-			err = printJSON(cmd.OutOrStdout(), i)
+			err = cli.PrintJSON(cmd.OutOrStdout(), i)
 		}
 		if err == nil && len(i.Prevents) > 0 {
 			err = &cli.ExitStatus{Code: 1}
@@ -309,12 +308,12 @@ func (i *checkpointInfo) print(cmd *cobra.Command) error {
 	line("handler", "%s", cmp.Or(i.Handler, "the default"))
 	for _, c := range i.Containers {
 		line("container", "%s: %s (%s), %s, memory %s", c.Name, c.Image, shortDigest(c.ImageID),
-			terminal.Bytes(uint64(c.Size)), terminal.Bytes(uint64(c.Memory)))
+			cli.Bytes(uint64(c.Size)), cli.Bytes(uint64(c.Memory)))
 	}
 	line("saved", "%s", i.CreatedAt.UTC().Format("2006-01-02 15:04:05 MST"))
 	line("made by", "berth %s, %s, Linux %s (%s)", i.Node.Berth, cmp.Or(i.Runtime, "CRIU "+versionOf(i.Node).String()), i.Node.Kernel,
 		i.Node.Architecture)
-	line("size", "%s", terminal.Bytes(uint64(i.Size)))
+	line("size", "%s", cli.Bytes(uint64(i.Size)))
 	line("signed by", "%s", i.SignedBy)
 	for _, a := range i.NodeAccess {
 		line("uses", "%s", a)

@@ -14,7 +14,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint/process/archive"
-	"berth/cmd/berth/client/fakecri"
+	"berth/cmd/berth/client/clienttest"
 	"berth/internal/criu"
 	"berth/internal/testutil"
 )
@@ -169,7 +169,7 @@ func nodeConsole(t *testing.T, root, restore string) *console {
 	testutil.Must(t, os.WriteFile(program, []byte("#!/bin/sh\necho Version: 4.2.1\n"), 0o700))
 	config, err := json.Marshal(map[string]any{"Root": root, "CheckpointCRIU": program, "CheckpointRestore": restore, "DefaultHandler": "berth"})
 	testutil.Must(t, err)
-	c := newConsole(t, &fakecri.Server{Config: string(config)})
+	c := newConsole(t, &clienttest.Server{Config: string(config)})
 	c.Registry["busybox"] = &runtimeapi.Image{Id: testImageID, RepoTags: []string{"busybox:latest"}}
 	return c
 }

@@ -123,9 +123,3 @@ func imageNames(ctx context.Context, c *client.Client) (names []string, err erro
 	}
 	return names, err
 }
-
-// complete gives a flag fixed values for the shell's completion.
-func complete(cmd *cobra.Command, flag string, values ...string) {
-	// It fails only for an unknown flag.
-	_ = cmd.RegisterFlagCompletionFunc(flag, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp))
-}

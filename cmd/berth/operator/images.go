@@ -9,7 +9,6 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/terminal"
 )
 
 func imagesCommand(o *Connection) *cobra.Command {
@@ -37,12 +36,12 @@ type imageRow struct{ client.Image }
 
 func (r imageRow) fullID() string { return r.ID }
 
-func (r imageRow) cells(l *listFlags) []terminal.Cell {
-	size := terminal.Bytes(r.Size)
+func (r imageRow) cells(l *listFlags) []cli.Cell {
+	size := cli.Bytes(r.Size)
 	if r.Fetched != "" {
 		size += " (" + r.Fetched + " fetched)"
 	}
-	return cells(r.Name(), l.id(r.ID), size)
+	return cli.Cells(r.Name(), l.id(r.ID), size)
 }
 
 // perTag returns one row per tag, which are the lines of the table, as with docker and crictl.

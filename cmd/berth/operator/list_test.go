@@ -8,12 +8,12 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/cmd/berth/client/fakecri"
+	"berth/cmd/berth/client/clienttest"
 	"berth/image/lazy"
 )
 
 func TestListOptions(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{"done": {Exits: []int32{3}}}})
+	c := newConsole(t, &clienttest.Server{Programs: map[string]clienttest.Program{"done": {Exits: []int32{3}}}})
 	id := c.detach("containers: [" + app("app") + ", " + app("done") + "]")
 	for _, tt := range []struct{ args, want string }{
 		{"ps --pods -q --no-trunc", id + "\n"},
@@ -38,7 +38,7 @@ func TestListOptions(t *testing.T) {
 
 // The list says how much of an incomplete image is on the node.
 func TestIncompleteImage(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{})
+	c := newConsole(t, &clienttest.Server{})
 	c.Registry = map[string]*runtimeapi.Image{"r.test/b:1": {Id: "sha256:" + strings.Repeat("ab", 32), Size: 5,
 		RepoTags: []string{"r.test/b:1"}, Spec: &runtimeapi.ImageSpec{Annotations: map[string]string{lazy.FetchedAnnotation: "37 %"}}}}
 	c.must("pull", "--quiet", "r.test/b:1")
@@ -49,7 +49,7 @@ func TestIncompleteImage(t *testing.T) {
 
 // A table of images has a line per tag. Other forms have an object per image.
 func TestImagesByTag(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{})
+	c := newConsole(t, &clienttest.Server{})
 	c.Registry = map[string]*runtimeapi.Image{"r.test/b:1": {Id: "sha256:" + strings.Repeat("ab", 32),
 		RepoTags: []string{"r.test/b:1", "r.test/a:2"}, Size: 5}}
 	c.must("pull", "--quiet", "r.test/b:1")
@@ -63,7 +63,7 @@ func TestImagesByTag(t *testing.T) {
 }
 
 func TestCompletionNamesObjects(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{})
+	c := newConsole(t, &clienttest.Server{})
 	c.detach("containers: [" + app("app") + "]")
 	o := &Connection{Socket: c.socket}
 	cmd := rmCommand(o)

@@ -12,7 +12,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"berth/cmd/berth/cli"
-	"berth/cmd/berth/client/fakecri"
+	"berth/cmd/berth/client/clienttest"
 	"berth/cmd/berth/podrun"
 )
 
@@ -47,8 +47,8 @@ func TestMessages(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
-			c := newConsole(t, &fakecri.Server{
-				Programs: map[string]fakecri.Program{"c": {Exits: tt.exits}},
+			c := newConsole(t, &clienttest.Server{
+				Programs: map[string]clienttest.Program{"c": {Exits: tt.exits}},
 				Hook: func(_ context.Context, call string) error {
 					for begin, err := range tt.fail {
 						if strings.HasPrefix(call, begin) {

@@ -17,7 +17,7 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/client/fakecri"
+	"berth/cmd/berth/client/clienttest"
 	"berth/cmd/berth/crilog"
 	"berth/internal/testutil"
 )
@@ -31,7 +31,7 @@ var updateGolden = flag.Bool("update", false, "write the golden files of the ope
 
 // console runs operator commands against a fake runtime.
 type console struct {
-	*fakecri.Server
+	*clienttest.Server
 	t      *testing.T
 	socket string
 	runDir string
@@ -56,7 +56,7 @@ func (s *sink) Write(b []byte) (int, error) {
 
 const testImage = "registry.test/app:1"
 
-func newConsole(t *testing.T, s *fakecri.Server) *console {
+func newConsole(t *testing.T, s *clienttest.Server) *console {
 	t.Helper()
 	s.Registry = map[string]*runtimeapi.Image{
 		testImage: {
@@ -65,7 +65,7 @@ func newConsole(t *testing.T, s *fakecri.Server) *console {
 		},
 		"registry.test/bare": {Id: "sha256:fedcba9876543210", RepoDigests: []string{"registry.test/bare@sha256:ee"}, Size: 999},
 	}
-	return &console{Server: s, t: t, socket: fakecri.Start(t, s), runDir: t.TempDir()}
+	return &console{Server: s, t: t, socket: clienttest.Start(t, s), runDir: t.TempDir()}
 }
 
 // do runs one command line and returns its output and exit code.
@@ -106,7 +106,7 @@ func (c *console) detach(spec string) string {
 func app(name string) string { return "{name: " + name + ", image: '" + testImage + "'}" }
 
 func TestRunExitsWithCodeOfFailedContainer(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{
+	c := newConsole(t, &clienttest.Server{Programs: map[string]clienttest.Program{
 		"good": {Exits: []int32{0}, Output: []string{"stdout hi"}}, "bad": {Exits: []int32{42}},
 	}})
 	run := func(spec string) (string, string, int) {
@@ -134,7 +134,7 @@ func TestRunExitsWithCodeOfFailedContainer(t *testing.T) {
 }
 
 func TestDetachedPodIsListedAndRemoved(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{"done": {Exits: []int32{3}}}})
+	c := newConsole(t, &clienttest.Server{Programs: map[string]clienttest.Program{"done": {Exits: []int32{3}}}})
 	id := c.detach("terminationGracePeriodSeconds: 3, containers: [" + app("app") + ", " + app("done") + "]")
 
 	table := c.must("ps")
@@ -183,7 +183,7 @@ func TestDetachedPodIsListedAndRemoved(t *testing.T) {
 }
 
 func TestRemoveContainer(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{"a": {Exits: []int32{0}}}})
+	c := newConsole(t, &clienttest.Server{Programs: map[string]clienttest.Program{"a": {Exits: []int32{0}}}})
 	c.detach("containers: [" + app("a") + ", " + app("b") + "]")
 	c.must("rm", "a")
 	c.must("rm", "--force", "web/b")
@@ -196,7 +196,7 @@ func TestRemoveContainer(t *testing.T) {
 
 // A file whose pod exists is refused.
 func TestRunRefusesSecondPodOfOneName(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{})
+	c := newConsole(t, &clienttest.Server{})
 	id := c.detach("containers: [" + app("a") + "]")
 	_, stderr, code := c.do("run", "--detach", "--run-dir", c.runDir, "-")
 	if want := "pod default/web exists already; remove it with: berth rm --force " + client.ShortID(id); code != 125 || !strings.Contains(stderr, want) {
@@ -205,7 +205,7 @@ func TestRunRefusesSecondPodOfOneName(t *testing.T) {
 }
 
 func TestLogsPrintsSelectedLines(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{
+	c := newConsole(t, &clienttest.Server{Programs: map[string]clienttest.Program{
 		"app": {Exits: []int32{0}, Output: []string{"stdout one", "stderr two", "stdout three"}},
 	}})
 	c.detach("containers: [" + app("app") + "]")
@@ -227,7 +227,7 @@ func TestLogsPrintsSelectedLines(t *testing.T) {
 
 // After a restart, logs prints the log of the new attempt, and with -p that of the one before.
 func TestLogsOfPreviousAttempt(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{"app": {Exits: []int32{1}, Output: []string{"stdout hi"}}}})
+	c := newConsole(t, &clienttest.Server{Programs: map[string]clienttest.Program{"app": {Exits: []int32{1}, Output: []string{"stdout hi"}}}})
 	pod := c.detach("containers: [" + app("app") + "]")
 	if _, stderr, code := c.do("logs", "-p", "web/app"); code != 1 || stderr != "berth: container web/app has no previous attempt\n" {
 		t.Errorf("%q, %d", stderr, code)
@@ -255,7 +255,7 @@ func TestLogsOfPreviousAttempt(t *testing.T) {
 
 // Ctrl-C is the normal way to stop following, so berth prints no error.
 func TestInterruptEndsLogsSilently(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{"app": {Output: []string{"stdout one"}}}})
+	c := newConsole(t, &clienttest.Server{Programs: map[string]clienttest.Program{"app": {Output: []string{"stdout one"}}}})
 	c.detach("containers: [" + app("app") + "]")
 	c.onOutput = func() { raise(t, syscall.SIGINT) }
 	if stdout, stderr, code := c.do("logs", "-f", "app"); stdout != "one\n" || stderr != "" || code != 130 {
@@ -264,7 +264,7 @@ func TestInterruptEndsLogsSilently(t *testing.T) {
 }
 
 func TestInterruptedPullExitsWithSignal(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{})
+	c := newConsole(t, &clienttest.Server{})
 	c.Hook = func(ctx context.Context, call string) error {
 		if strings.HasPrefix(call, "PullImage") {
 			raise(t, syscall.SIGTERM)
@@ -298,7 +298,7 @@ func TestLogPrinterKeepsPartialLinesOpen(t *testing.T) {
 }
 
 func TestImagesAsTableAndJSON(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{})
+	c := newConsole(t, &clienttest.Server{})
 	c.must("pull", testImage)
 	c.must("pull", "registry.test/bare")
 	testutil.Golden(t, *updateGolden, "images.txt", c.must("images"))
@@ -306,7 +306,7 @@ func TestImagesAsTableAndJSON(t *testing.T) {
 }
 
 func TestPullPrintsImageID(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{})
+	c := newConsole(t, &clienttest.Server{})
 	if got := c.must("pull", testImage); got != "sha256:0123456789abcdef\n" {
 		t.Errorf("pull: %q", got)
 	}
@@ -320,7 +320,7 @@ func TestPullPrintsImageID(t *testing.T) {
 
 func TestErrorWithoutDaemon(t *testing.T) {
 	c := &console{t: t, socket: "/run/nothing/here.sock"}
-	if _, stderr, code := c.do("ps"); code != 1 || stderr != "berth: no runtime listens on /run/nothing/here.sock (is `berth serve` running?)\n" {
+	if _, stderr, code := c.do("ps"); code != 1 || stderr != "berth: no runtime listens on /run/nothing/here.sock (is berthd running?)\n" {
 		t.Errorf("%q, %d", stderr, code)
 	}
 }

@@ -11,7 +11,6 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/terminal"
 	"berth/internal/errdefs"
 )
 
@@ -62,17 +61,17 @@ type containerRow struct {
 
 func (r containerRow) fullID() string { return r.ID }
 
-func (r containerRow) cells(l *listFlags) []terminal.Cell {
-	row := cells(l.id(r.ID), r.Name, r.Pod, r.Image, r.State, terminal.Age(time.Now(), r.Created))
+func (r containerRow) cells(l *listFlags) []cli.Cell {
+	row := cli.Cells(l.id(r.ID), r.Name, r.Pod, r.Image, r.State, cli.Age(time.Now(), r.Created))
 	state := &row[4]
 	switch {
 	case r.ExitCode != nil:
 		state.Text = fmt.Sprintf("%s (%d)", r.State, *r.ExitCode)
 		if *r.ExitCode != 0 {
-			state.Color = terminal.Red
+			state.Color = cli.Red
 		}
 	case r.State == "running":
-		state.Color = terminal.Green
+		state.Color = cli.Green
 	}
 	return row
 }
@@ -151,10 +150,10 @@ type podRow struct {
 
 func (r podRow) fullID() string { return r.ID }
 
-func (r podRow) cells(l *listFlags) []terminal.Cell {
-	row := cells(l.id(r.ID), r.Name, r.Namespace, r.State, strings.Join(r.IPs, ","), terminal.Age(time.Now(), r.Created))
+func (r podRow) cells(l *listFlags) []cli.Cell {
+	row := cli.Cells(l.id(r.ID), r.Name, r.Namespace, r.State, strings.Join(r.IPs, ","), cli.Age(time.Now(), r.Created))
 	if r.State == "ready" {
-		row[3].Color = terminal.Green
+		row[3].Color = cli.Green
 	}
 	return row
 }

@@ -14,11 +14,10 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/terminal"
 )
 
 func pullCommand(o *Connection) *cobra.Command {
-	var creds, progress string
+	var creds, kind string
 	var quiet bool
 	cmd := &cobra.Command{
 		Use:   "pull REF",
@@ -30,10 +29,10 @@ only the rest.`,
 		Args: cli.Args(1, 1, "name an image"),
 	}
 	cmd.Flags().StringVar(&creds, "creds", "", "user:password for the registry (default: those of the runtime's configuration)")
-	cmd.Flags().StringVar(&progress, "progress", "auto",
-		"auto: bars on a terminal, else lines; json: one object per line on standard output; none")
+	cmd.Flags().StringVar(&kind, "progress", "auto",
+		"auto: a line for each change; json: one object per line on standard output; none")
 	cmd.Flags().BoolVarP(&quiet, "quiet", "q", false, "the same as --progress=none")
-	complete(cmd, "progress", "auto", "json", "none")
+	cli.Complete(cmd, "progress", "auto", "json", "none")
 	cmd.ValidArgsFunction = o.completeNames(imageNames)
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		auth, err := parseCreds(creds)
@@ -41,20 +40,20 @@ only the rest.`,
 			return err
 		}
 		if quiet {
-			progress = "none"
+			kind = "none"
 		}
-		show, err := newProgress(cmd, progress)
+		show, err := newProgress(cmd, kind)
 		if err != nil {
 			return err
 		}
 		ctx, stop := cli.Interruptible(cmd.Context())
 		defer stop()
-		id, err := c.PullWithProgress(ctx, args[0], auth, show.Update)
-		show.Done(err == nil)
+		id, err := c.PullWithProgress(ctx, args[0], auth, show.update)
+		show.done(err == nil)
 		switch {
 		case err != nil:
 			return cli.InterruptStatus(ctx, err)
-		case progress == "json":
+		case kind == "json":
 			return json.NewEncoder(cmd.OutOrStdout()).Encode(map[string]string{"id": id})
 		}
 		_, err = fmt.Fprintln(cmd.OutOrStdout(), id)
@@ -74,14 +73,14 @@ func parseCreds(creds string) (*runtimeapi.AuthConfig, error) {
 	return &runtimeapi.AuthConfig{Username: user, Password: password}, nil
 }
 
-func newProgress(cmd *cobra.Command, kind string) (terminal.Progress, error) {
+func newProgress(cmd *cobra.Command, kind string) (progress, error) {
 	switch kind {
 	case "auto":
-		return terminal.NewProgress(cmd.ErrOrStderr(), time.Now), nil
+		return newLines(cmd.ErrOrStderr(), time.Now), nil
 	case "json":
 		return &jsonProgress{out: json.NewEncoder(cmd.OutOrStdout())}, nil
 	case "none":
-		return terminal.NewProgress(io.Discard, time.Now), nil
+		return newLines(io.Discard, time.Now), nil
 	}
 	return nil, fmt.Errorf("--progress: want auto, json or none, not %q", kind)
 }
@@ -92,8 +91,8 @@ type jsonProgress struct {
 	last []client.Layer
 }
 
-// Update implements terminal.Progress.
-func (p *jsonProgress) Update(layers []client.Layer) {
+// update implements progress.
+func (p *jsonProgress) update(layers []client.Layer) {
 	if slices.Equal(p.last, layers) {
 		return
 	}
@@ -101,9 +100,9 @@ func (p *jsonProgress) Update(layers []client.Layer) {
 	_ = p.out.Encode(map[string]any{"layers": layers}) // the command's last output reports a broken pipe
 }
 
-// Done prints the final state of the layers of a successful pull.
-func (p *jsonProgress) Done(ok bool) {
+// done prints the final state of the layers of a successful pull.
+func (p *jsonProgress) done(ok bool) {
 	if ok {
-		p.Update(terminal.Finished(p.last))
+		p.update(finished(p.last))
 	}
 }

@@ -15,9 +15,9 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/config"
 	"berth/cmd/berth/podrun"
 	"berth/cmd/berth/podyaml"
+	"berth/cmd/config"
 )
 
 const (
@@ -64,7 +64,7 @@ by its path.`,
 	flags.StringVar(&r.config.LogDir, "log-dir", "", "keep logs below this directory, in the layout of /var/log/pods")
 	flags.StringVar(&r.config.CgroupParent, "cgroup-parent", "", "parent cgroup of the pods (default: the daemon's choice)")
 	flags.StringVar(&r.pull, "pull", "", "pull images always, missing ones or never (default: the manifest's imagePullPolicy)")
-	complete(cmd, "pull", slices.Sorted(maps.Keys(pullPolicies))...)
+	cli.Complete(cmd, "pull", slices.Sorted(maps.Keys(pullPolicies))...)
 	flags.StringVar(&r.config.Handler, "runtime-handler", "", "runtime handler of the pods")
 	flags.StringVar(&r.seccompRoot, "seccomp-root", defaultSeccompRoot, "directory of Localhost seccomp profiles")
 	return cmd

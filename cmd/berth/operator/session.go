@@ -23,7 +23,6 @@ import (
 	clientexec "k8s.io/client-go/util/exec"
 
 	"berth/cmd/berth/cli"
-	"berth/cmd/berth/terminal"
 )
 
 // session connects this program's input and output to a command, at a URL from the runtime.
@@ -197,7 +196,7 @@ func (s *screen) Next() *remotecommand.TerminalSize {
 			return nil
 		case <-s.changed:
 		}
-		if size, ok := terminal.Size(s.file); ok {
+		if size, ok := cli.Size(s.file); ok {
 			return &remotecommand.TerminalSize{Width: size.Width, Height: size.Height}
 		}
 	}

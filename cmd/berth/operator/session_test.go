@@ -22,7 +22,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/client/fakecri"
+	"berth/cmd/berth/client/clienttest"
 	"berth/internal/testutil"
 	"berth/sandbox/stream"
 	"berth/server/streaming"
@@ -73,7 +73,7 @@ func newSessions(t *testing.T) *console {
 			t.Error(err)
 		}
 	})
-	c := newConsole(t, &fakecri.Server{Sessions: server})
+	c := newConsole(t, &clienttest.Server{Sessions: server})
 	c.detach("containers: [" + app("app") + "]")
 	return c
 }
@@ -158,7 +158,7 @@ func TestExecTakesFlagsOfKubectl(t *testing.T) {
 
 // Exited containers do not make the name of a pod ambiguous for commands that need a running one.
 func TestOnlyRunningContainerIsChosen(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{"done": {Exits: []int32{3}}}})
+	c := newConsole(t, &clienttest.Server{Programs: map[string]clienttest.Program{"done": {Exits: []int32{3}}}})
 	c.detach("containers: [" + app("app") + ", " + app("done") + "]")
 	conn, err := client.Dial(t.Context(), c.socket)
 	if err != nil {

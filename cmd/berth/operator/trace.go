@@ -19,7 +19,6 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/terminal"
 	"berth/cmd/berth/waterfall"
 	"berth/internal/trace"
 	"berth/sandbox/history"
@@ -123,23 +122,23 @@ func listStarts(ctx context.Context, w io.Writer, c *client.Client, how drawing,
 	if how == "json" {
 		return printData(w, starts)
 	}
-	table := [][]terminal.Cell{cells("POD", "NAME", "NAMESPACE", "AGE", "CONTAINERS", "TOOK", "PULL", "RESULT")}
+	table := [][]cli.Cell{cli.Cells("POD", "NAME", "NAMESPACE", "AGE", "CONTAINERS", "TOOK", "PULL", "RESULT")}
 	for _, s := range starts {
 		table = append(table, startRow(s))
 	}
-	return terminal.Table(w, table)
+	return cli.Table(w, table)
 }
 
 // startRow is a start as a line of the list.
-func startRow(s history.Summary) []terminal.Cell {
+func startRow(s history.Summary) []cli.Cell {
 	pull := "-"
 	if s.Pull > 0 {
 		pull = waterfall.Took(s.Pull)
 	}
-	row := cells(client.ShortID(s.ID), s.Name, s.Namespace, terminal.Age(time.Now(), s.Began), strconv.Itoa(s.Containers),
+	row := cli.Cells(client.ShortID(s.ID), s.Name, s.Namespace, cli.Age(time.Now(), s.Began), strconv.Itoa(s.Containers),
 		waterfall.Took(s.Took), pull, "ok")
 	if s.Failed {
-		row[len(row)-1] = terminal.Cell{Text: "failed", Color: terminal.Red}
+		row[len(row)-1] = cli.Cell{Text: "failed", Color: cli.Red}
 	}
 	return row
 }
@@ -157,7 +156,7 @@ func printTrace(w io.Writer, how drawing, start history.Start) error {
 		return chart.SVG(w)
 	}
 	columns := plainColumns
-	if size, ok := terminal.Size(w); ok {
+	if size, ok := cli.Size(w); ok {
 		columns = int(size.Width)
 	}
 	return chart.Text(w, columns)

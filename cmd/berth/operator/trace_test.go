@@ -10,7 +10,7 @@ import (
 	"time"
 	"unicode"
 
-	"berth/cmd/berth/client/fakecri"
+	"berth/cmd/berth/client/clienttest"
 	"berth/internal/testutil"
 	"berth/internal/trace"
 	"berth/sandbox/history"
@@ -56,7 +56,7 @@ func keptStart(id, name string, age, took, pull time.Duration, failed bool) hist
 }
 
 func TestTrace(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{Kept: &keptStarts{trace: traced}})
+	c := newConsole(t, &clienttest.Server{Kept: &keptStarts{trace: traced}})
 	c.detach("containers: [" + app("app") + "]")
 	testutil.Golden(t, *updateGolden, "trace.txt", c.must("trace", "web"))
 
@@ -104,7 +104,7 @@ func TestTraceAsData(t *testing.T) {
 
 // Starts of removed pods are found by their names and IDs. The newest of several counts.
 func TestTraceOfRemovedPod(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{Kept: &keptStarts{trace: traced, older: []history.Summary{
+	c := newConsole(t, &clienttest.Server{Kept: &keptStarts{trace: traced, older: []history.Summary{
 		keptStart("a", "gone", time.Minute, time.Second, 0, false),
 		keptStart("b", "gone", time.Hour, time.Second, 0, false),
 	}}})
@@ -116,7 +116,7 @@ func TestTraceOfRemovedPod(t *testing.T) {
 }
 
 func TestTraceLists(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{Kept: &keptStarts{older: []history.Summary{
+	c := newConsole(t, &clienttest.Server{Kept: &keptStarts{older: []history.Summary{
 		keptStart("a", "fast", time.Minute, 20*time.Millisecond, 0, false),
 		keptStart("b", "slow", time.Hour, 3*time.Second, 2*time.Second, true),
 		keptStart("c", "middle", 50*time.Hour, time.Second, 0, false),
@@ -132,7 +132,7 @@ func TestTraceLists(t *testing.T) {
 }
 
 func TestTraceRefused(t *testing.T) {
-	c := newConsole(t, &fakecri.Server{})
+	c := newConsole(t, &clienttest.Server{})
 	c.detach("containers: [" + app("app") + "]")
 	for _, tt := range []struct{ args, want string }{
 		{"web", "trace web: the runtime on this socket is not berth"},
@@ -148,7 +148,7 @@ func TestTraceRefused(t *testing.T) {
 			t.Errorf("%s: %q, %q, %d", tt.args, stdout, stderr, code)
 		}
 	}
-	c = newConsole(t, &fakecri.Server{Kept: &keptStarts{}})
+	c = newConsole(t, &clienttest.Server{Kept: &keptStarts{}})
 	if _, stderr, code := c.do("trace", "unknown"); code != 1 || !strings.Contains(stderr, `no pod "unknown"`) {
 		t.Errorf("%q, %d", stderr, code)
 	}

@@ -10,7 +10,6 @@ import (
 
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/terminal"
 	"berth/internal/version"
 )
 
@@ -22,7 +21,7 @@ func versionCommand(o *Connection) *cobra.Command {
 1 if no runtime answers. "berth --version" does not connect to a runtime.`,
 		Args: cli.NoArgs,
 	}
-	out := addOutputFlag(cmd)
+	out := cli.AddOutput(cmd, "table")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		v := versions{Client: programVersion{version.Full(), runtime.Version()}}
 		err := o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
@@ -58,13 +57,13 @@ type runtimeVersion struct {
 	CRI     string `json:"cri"`
 }
 
-func printVersions(w io.Writer, out *output, v versions) error {
-	if out.format != outputTable {
-		return printJSON(w, v)
+func printVersions(w io.Writer, out *cli.Output, v versions) error {
+	if out.JSON() {
+		return cli.PrintJSON(w, v)
 	}
-	table := [][]terminal.Cell{cells("Client:", "berth "+v.Client.Version+" ("+v.Client.Go+")")}
+	table := [][]cli.Cell{cli.Cells("Client:", "berth "+v.Client.Version+" ("+v.Client.Go+")")}
 	if r := v.Runtime; r != nil {
-		table = append(table, cells("Runtime:", r.Name+" "+r.Version+" (CRI "+r.CRI+")"))
+		table = append(table, cli.Cells("Runtime:", r.Name+" "+r.Version+" (CRI "+r.CRI+")"))
 	}
-	return terminal.Table(w, table)
+	return cli.Table(w, table)
 }

@@ -18,14 +18,14 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cmd/berth/client"
-	"berth/cmd/berth/client/fakecri"
+	"berth/cmd/berth/client/clienttest"
 	"berth/cmd/berth/podyaml"
 	"berth/internal/testutil"
 )
 
 // bench is a fake runtime with a client and the output of a run.
 type bench struct {
-	*fakecri.Server
+	*clienttest.Server
 	t              *testing.T
 	client         *client.Client
 	config         Config
@@ -35,10 +35,10 @@ type bench struct {
 
 const image = "registry.test/app:1"
 
-func newBench(t *testing.T, s *fakecri.Server) *bench {
+func newBench(t *testing.T, s *clienttest.Server) *bench {
 	t.Helper()
 	s.Registry = map[string]*runtimeapi.Image{image: {Id: "sha256:app", RepoTags: []string{image}}}
-	c, err := client.Dial(t.Context(), fakecri.Start(t, s))
+	c, err := client.Dial(t.Context(), clienttest.Start(t, s))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -112,7 +112,7 @@ func (b *bench) checkNothingLeft() {
 }
 
 func TestRunStartsAndStopsInOrder(t *testing.T) {
-	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{
+	b := newBench(t, &clienttest.Server{Programs: map[string]clienttest.Program{
 		"prepare": {Exits: []int32{0}, Output: []string{"stdout preparing"}},
 		"one":     {Exits: []int32{0}, Output: []string{"stdout first", "stderr oops"}},
 		"two":     {Exits: []int32{0}, Output: []string{"stdout second"}},
@@ -146,7 +146,7 @@ containers:
 }
 
 func TestRunReturnsFirstFailure(t *testing.T) {
-	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{
+	b := newBench(t, &clienttest.Server{Programs: map[string]clienttest.Program{
 		"one": {Exits: []int32{0}}, "two": {Exits: []int32{3}},
 	}})
 	_, err := b.run(t.Context(), t.Context(), "restartPolicy: Never\ncontainers: ["+container("one")+", "+container("two")+"]")
@@ -158,7 +158,7 @@ func TestRunReturnsFirstFailure(t *testing.T) {
 }
 
 func TestRunFailsWithInitContainer(t *testing.T) {
-	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{"init": {Exits: []int32{9}}}})
+	b := newBench(t, &clienttest.Server{Programs: map[string]clienttest.Program{"init": {Exits: []int32{9}}}})
 	_, err := b.run(t.Context(), t.Context(),
 		"restartPolicy: Never\ninitContainers: ["+container("init")+"]\ncontainers: ["+container("main")+"]")
 	var failed *ContainerFailed
@@ -173,7 +173,7 @@ func TestRunFailsWithInitContainer(t *testing.T) {
 
 // Pods of one file run at the same time. A failed container does not stop the other pod.
 func TestRunSeveralPods(t *testing.T) {
-	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{
+	b := newBench(t, &clienttest.Server{Programs: map[string]clienttest.Program{
 		"bad": {Exits: []int32{4}}, "good": {Exits: []int32{0}, Output: []string{"stdout fine"}},
 	}})
 	text := strings.Replace(manifest("containers: ["+container("bad")+"]"), "name: web", "name: first", 1) + "---\n" +
@@ -191,7 +191,7 @@ func TestRunSeveralPods(t *testing.T) {
 
 // If one of several detached pods cannot run, none stays.
 func TestDetachedPodsStayTogether(t *testing.T) {
-	b := newBench(t, &fakecri.Server{Hook: failAt("StartContainer bad/0", codes.Internal, "out of luck")})
+	b := newBench(t, &clienttest.Server{Hook: failAt("StartContainer bad/0", codes.Internal, "out of luck")})
 	b.config.Detach = true
 	text := strings.Replace(manifest("containers: ["+container("bad")+"]"), "name: web", "name: first", 1) + "---\n" +
 		manifest("containers: ["+container("good")+"]")
@@ -207,14 +207,14 @@ func TestRunInterruptStopsWithGrace(t *testing.T) {
 	for _, at := range []string{"PullImage " + image, "RunPodSandbox web", "StartContainer init/0", "StartContainer main/0"} {
 		t.Run(at, func(t *testing.T) {
 			ctx, stop := context.WithCancelCause(t.Context())
-			b := newBench(t, &fakecri.Server{Hook: func(_ context.Context, call string) error {
+			b := newBench(t, &clienttest.Server{Hook: func(_ context.Context, call string) error {
 				if call == at {
 					stop(interrupt)
 				}
 				return nil
 			}})
 			if at == "StartContainer main/0" {
-				b.Programs = map[string]fakecri.Program{"init": {Exits: []int32{0}}}
+				b.Programs = map[string]clienttest.Program{"init": {Exits: []int32{0}}}
 			}
 			_, err := b.run(ctx, t.Context(), "terminationGracePeriodSeconds: 5\ninitContainers: ["+container("init")+"]\n"+
 				"containers: ["+container("main")+"]")
@@ -232,8 +232,8 @@ func TestRunInterruptStopsWithGrace(t *testing.T) {
 func TestRunSecondInterruptKills(t *testing.T) {
 	ctx, stop := context.WithCancel(t.Context())
 	now, kill := context.WithCancelCause(t.Context())
-	b := newBench(t, &fakecri.Server{
-		Programs: map[string]fakecri.Program{"main": {Stubborn: true}},
+	b := newBench(t, &clienttest.Server{
+		Programs: map[string]clienttest.Program{"main": {Stubborn: true}},
 		Hook: func(_ context.Context, call string) error {
 			switch {
 			case call == "StartContainer main/0":
@@ -262,8 +262,8 @@ func TestPullPolicyOfCommand(t *testing.T) {
 	const spec = "restartPolicy: Never\ncontainers: [{name: main, image: '" + image + "', imagePullPolicy: Always}]"
 	var offline atomic.Bool
 	unreachable := failAt("PullImage "+image, codes.Unknown, "RegistryUnavailable: no route")
-	b := newBench(t, &fakecri.Server{
-		Programs: map[string]fakecri.Program{"main": {Exits: []int32{0}}},
+	b := newBench(t, &clienttest.Server{
+		Programs: map[string]clienttest.Program{"main": {Exits: []int32{0}}},
 		Hook: func(ctx context.Context, call string) error {
 			if offline.Load() {
 				return unreachable(ctx, call)
@@ -294,20 +294,20 @@ func TestRunFailuresLeaveNothing(t *testing.T) {
 	one := "restartPolicy: Never\ncontainers: [" + container("main") + "]"
 	tests := []struct {
 		name   string
-		server fakecri.Server
+		server clienttest.Server
 		spec   string
 		want   string
 	}{
-		{"unknown image", fakecri.Server{}, "containers: [{name: main, image: 'registry.test/none:1'}]", "not found: registry.test/none:1: manifest unknown"},
-		{"image never pulled", fakecri.Server{}, "containers: [{name: main, image: '" + image + "', imagePullPolicy: Never}]", "imagePullPolicy is Never"},
-		{"sandbox refused", fakecri.Server{Hook: failAt("RunPodSandbox web", codes.FailedPrecondition, "no CNI config")}, one, "no CNI config"},
-		{"sandbox in doubt", fakecri.Server{LoseSandbox: true}, one, "timed out"},
-		{"create refused", fakecri.Server{Hook: failAt("CreateContainer main/0", codes.InvalidArgument, "no such user")}, one, "create container main: invalid request: no such user"},
-		{"command not found", fakecri.Server{Programs: map[string]fakecri.Program{
+		{"unknown image", clienttest.Server{}, "containers: [{name: main, image: 'registry.test/none:1'}]", "not found: registry.test/none:1: manifest unknown"},
+		{"image never pulled", clienttest.Server{}, "containers: [{name: main, image: '" + image + "', imagePullPolicy: Never}]", "imagePullPolicy is Never"},
+		{"sandbox refused", clienttest.Server{Hook: failAt("RunPodSandbox web", codes.FailedPrecondition, "no CNI config")}, one, "no CNI config"},
+		{"sandbox in doubt", clienttest.Server{LoseSandbox: true}, one, "timed out"},
+		{"create refused", clienttest.Server{Hook: failAt("CreateContainer main/0", codes.InvalidArgument, "no such user")}, one, "create container main: invalid request: no such user"},
+		{"command not found", clienttest.Server{Programs: map[string]clienttest.Program{
 			"main": {StartErr: status.Error(codes.InvalidArgument, "exec: \"nope\": not found")}}}, one, "start container main"},
-		{"runs as root", fakecri.Server{},
+		{"runs as root", clienttest.Server{},
 			"securityContext: {runAsNonRoot: true}\ncontainers: [" + container("main") + "]", "the image runs as root"},
-		{"hostPath", fakecri.Server{}, "volumes: [{name: v, hostPath: {path: /nowhere/at/all}}]\ncontainers: [" + container("main") + "]",
+		{"hostPath", clienttest.Server{}, "volumes: [{name: v, hostPath: {path: /nowhere/at/all}}]\ncontainers: [" + container("main") + "]",
 			"spec.volumes[0]: hostPath /nowhere/at/all does not exist"},
 	}
 	for i := range tests {
@@ -333,7 +333,7 @@ func failAt(call string, code codes.Code, message string) func(context.Context, 
 }
 
 func TestDetachedPodIsStoppedWithItsGrace(t *testing.T) {
-	b := newBench(t, &fakecri.Server{})
+	b := newBench(t, &clienttest.Server{})
 	b.config.Detach = true
 	ids, err := b.run(t.Context(), t.Context(), "terminationGracePeriodSeconds: 11\ncontainers: ["+container("main")+"]")
 	if err != nil {
@@ -379,7 +379,7 @@ func TestRemoveFilesStaysBelowItsDirectory(t *testing.T) {
 }
 
 func TestRunKeepsLogsInLogDir(t *testing.T) {
-	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{"main": {Exits: []int32{0}, Output: []string{"stdout hi"}}}})
+	b := newBench(t, &clienttest.Server{Programs: map[string]clienttest.Program{"main": {Exits: []int32{0}, Output: []string{"stdout hi"}}}})
 	b.config.LogDir = t.TempDir()
 	if _, err := b.run(t.Context(), t.Context(), "restartPolicy: Never\ncontainers: ["+container("main")+"]"); err != nil {
 		t.Fatal(err)
@@ -397,7 +397,7 @@ type closedPipe struct{}
 func (closedPipe) Write([]byte) (int, error) { return 0, os.ErrClosed }
 
 func TestRunEndsWhenOutputIsClosed(t *testing.T) {
-	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{"main": {Output: []string{"stdout hello"}}}})
+	b := newBench(t, &clienttest.Server{Programs: map[string]clienttest.Program{"main": {Output: []string{"stdout hello"}}}})
 	b.config.Stdout = closedPipe{}
 	if _, err := b.run(t.Context(), t.Context(), "containers: ["+container("main")+"]"); !errors.Is(err, os.ErrClosed) {
 		t.Errorf("error %v, want that of the write", err)
@@ -406,7 +406,7 @@ func TestRunEndsWhenOutputIsClosed(t *testing.T) {
 }
 
 func TestRunReportsBadLogAndGoesOn(t *testing.T) {
-	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{
+	b := newBench(t, &clienttest.Server{Programs: map[string]clienttest.Program{
 		"main": {Exits: []int32{0}, Output: []string{"nowhere lost", "stdout found"}},
 	}})
 	if _, err := b.run(t.Context(), t.Context(), "restartPolicy: Never\ncontainers: ["+container("main")+"]"); err != nil {
@@ -419,7 +419,7 @@ func TestRunReportsBadLogAndGoesOn(t *testing.T) {
 
 func TestRunReportsFailedStopWithoutHanging(t *testing.T) {
 	ctx, stop := context.WithCancel(t.Context())
-	b := newBench(t, &fakecri.Server{Hook: func(ctx context.Context, call string) error {
+	b := newBench(t, &clienttest.Server{Hook: func(ctx context.Context, call string) error {
 		switch {
 		case call == "StartContainer main/0":
 			stop()

@@ -14,7 +14,7 @@ import (
 	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 
-	"berth/cmd/berth/client/fakecri"
+	"berth/cmd/berth/client/clienttest"
 	"berth/cmd/berth/podyaml"
 	"berth/internal/testutil"
 )
@@ -188,7 +188,7 @@ func TestRunHandsOverHostsAndVolumes(t *testing.T) {
 	if !inMountNamespace(t) {
 		return
 	}
-	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{"main": {Exits: []int32{0}}}})
+	b := newBench(t, &clienttest.Server{Programs: map[string]clienttest.Program{"main": {Exits: []int32{0}}}})
 	b.config.Host = podyaml.Host{}
 	var hosts string
 	b.Hook = func(_ context.Context, call string) error {

@@ -15,7 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/cmd/berth/config"
+	"berth/cmd/config"
 	"berth/internal/pidfd"
 )
 

@@ -14,9 +14,9 @@ import (
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
-	"berth/cmd/berth/config"
-	"berth/cmd/berth/node"
-	"berth/cmd/berth/serve"
+	"berth/cmd/berthd/daemon"
+	"berth/cmd/config"
+	"berth/cmd/node"
 	"berth/cni/berthnet"
 	"berth/internal/safefs"
 	"berth/oci/confine"
@@ -42,7 +42,7 @@ func remove(ctx context.Context, cfg *config.Config, grace time.Duration, log *s
 		}
 	}
 	if len(ids)+len(unknown) > 0 {
-		err := serve.Offline(ctx, cfg, log, func(ctx context.Context, m *sandbox.Manager) error {
+		err := daemon.Offline(ctx, cfg, log, func(ctx context.Context, m *sandbox.Manager) error {
 			return removePods(ctx, m, cfg, unknown, grace)
 		})
 		if err != nil {

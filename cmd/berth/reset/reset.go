@@ -17,7 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"berth/cmd/berth/cli"
-	"berth/cmd/berth/config"
+	"berth/cmd/config"
 )
 
 // options holds the command's own flags. The other flags belong to the configuration.

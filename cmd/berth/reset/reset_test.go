@@ -9,7 +9,7 @@ import (
 
 	"github.com/moby/sys/mountinfo"
 
-	"berth/cmd/berth/config"
+	"berth/cmd/config"
 	"berth/internal/lockfile"
 )
 

@@ -14,8 +14,8 @@ import (
 
 	"github.com/moby/sys/mountinfo"
 
-	"berth/cmd/berth/config"
-	"berth/cmd/berth/node"
+	"berth/cmd/config"
+	"berth/cmd/node"
 	"berth/cni/berthnet"
 	"berth/image"
 	"berth/internal/host"

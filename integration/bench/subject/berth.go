@@ -62,7 +62,11 @@ func (at *Site) Berth(ctx context.Context, column, bin, revision string, builtIn
 	return at.start(ctx, s, recipe{
 		name: name, programs: programs, config: config,
 		args: func(bin, config string) []string {
-			return append([]string{filepath.Join(bin, "berth"), "serve", "--config", config}, flags...)
+			serve := []string{filepath.Join(bin, "berthd")}
+			if _, err := os.Stat(serve[0]); err != nil { // a build of release 0.2
+				serve = []string{filepath.Join(bin, "berth"), "serve"}
+			}
+			return append(append(serve, "--config", config), flags...)
 		},
 	})
 }
@@ -87,7 +91,7 @@ func berthInflates(ctx context.Context, bin string) (string, error) {
 	return "Go", nil
 }
 
-// builtInNetworkFlag is the flag of berth serve that enables the built-in network.
+// builtInNetworkFlag is the flag of the daemon that enables the built-in network.
 const builtInNetworkFlag = "--network"
 
 // HasBuiltInNetwork reports whether that build of berth has a network of its own.

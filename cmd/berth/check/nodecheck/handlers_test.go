@@ -5,7 +5,7 @@ import (
 	"path/filepath"
 	"testing"
 
-	"berth/cmd/berth/config"
+	"berth/cmd/config"
 	"berth/internal/host"
 )
 

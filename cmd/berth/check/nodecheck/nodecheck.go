@@ -14,7 +14,7 @@ import (
 	"fmt"
 	"log/slog"
 
-	"berth/cmd/berth/config"
+	"berth/cmd/config"
 	"berth/cni"
 	"berth/internal/host"
 )

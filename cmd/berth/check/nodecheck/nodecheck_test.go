@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"berth/cmd/berth/config"
+	"berth/cmd/config"
 	"berth/cni"
 	"berth/internal/host"
 	"berth/internal/testutil"

@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"berth/cmd/node"
 )
 
 // otherRuntimes are the CRI sockets of other runtimes.
@@ -64,7 +66,7 @@ func checkSocket(path string, listeners []process) Finding {
 	if len(listeners) == 0 {
 		return ok(subject, "%s is free", path)
 	}
-	if i := slices.IndexFunc(listeners, func(p process) bool { return p.name == "berth" }); i >= 0 {
+	if i := slices.IndexFunc(listeners, func(p process) bool { return node.IsDaemon(p.name) }); i >= 0 {
 		return ok(subject, "%s serves on %s", listeners[i], path)
 	}
 	if listeners[0].pid == 1 {

@@ -49,13 +49,14 @@ func TestSockets(t *testing.T) {
 	}{
 		{"nobody", nil, "CRI socket", OK, "free"},
 		{"NRI socket is free", nil, "NRI socket", OK, "free"},
-		{"a daemon", []listens{{7, "berth", cri}, {7, "berth", nri}}, "NRI socket", OK, "berth (pid 7)"},
-		{"a daemon serves", []listens{{7, "berth", cri}}, "CRI socket", OK, "berth (pid 7)"},
+		{"a daemon", []listens{{7, "berthd", cri}, {7, "berthd", nri}}, "NRI socket", OK, "berthd (pid 7)"},
+		{"a daemon serves", []listens{{7, "berthd", cri}}, "CRI socket", OK, "berthd (pid 7)"},
+		{"a daemon of release 0.2", []listens{{7, "berth", cri}}, "CRI socket", OK, "berth (pid 7)"},
 		{"systemd for a daemon", []listens{{1, "systemd", cri}}, "CRI socket", OK, "systemd"},
 		{"another runtime has the CRI socket", []listens{{7, "crio", cri}}, "CRI socket", Failure, "crio (pid 7)"},
-		{"another runtime has NRI", []listens{{7, "berth", cri}, {8, "containerd", nri}}, "NRI socket", Warning, "containerd (pid 8)"},
+		{"another runtime has NRI", []listens{{7, "berthd", cri}, {8, "containerd", nri}}, "NRI socket", Warning, "containerd (pid 8)"},
 		{"by another name", []listens{{8, "containerd", "/run/nri/nri.sock"}}, "NRI socket", Warning, "containerd (pid 8)"},
-		{"another berth has NRI", []listens{{7, "berth", cri}, {8, "berth", nri}}, "NRI socket", Warning, "berth (pid 8)"},
+		{"another berth has NRI", []listens{{7, "berthd", cri}, {8, "berthd", nri}}, "NRI socket", Warning, "berthd (pid 8)"},
 		{"containerd", []listens{{8, "containerd", "/run/containerd/containerd.sock"}}, "other runtime", Warning, "containerd (pid 8) listens on /run/containerd/containerd.sock"},
 		{"CRI-O", []listens{{8, "crio", "/var/run/crio/crio.sock"}}, "other runtime", Warning, "crio (pid 8)"},
 	} {
@@ -93,9 +94,9 @@ func TestSocketForCadvisor(t *testing.T) {
 		others bool // expect a warning about another runtime
 	}{
 		{"nobody", containerd, nil, OK, "free", false},
-		{"the daemon", containerd, []listens{{7, "berth", cri}, {7, "berth", containerd}}, OK, "berth (pid 7)", false},
+		{"the daemon", containerd, []listens{{7, "berthd", cri}, {7, "berthd", containerd}}, OK, "berthd (pid 7)", false},
 		{"containerd", containerd, []listens{{8, "containerd", containerd}}, Failure, "containerd (pid 8)", false},
-		{"another berth", containerd, []listens{{7, "berth", cri}, {8, "berth", containerd}}, Failure, "berth (pid 8)", false},
+		{"another berth", containerd, []listens{{7, "berthd", cri}, {8, "berthd", containerd}}, Failure, "berthd (pid 8)", false},
 		{"containerd elsewhere", "/run/berth/cadvisor.sock", []listens{{8, "containerd", containerd}}, OK, "free", true},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

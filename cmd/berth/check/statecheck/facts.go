@@ -16,6 +16,7 @@ import (
 	"github.com/moby/sys/mountinfo"
 
 	"berth/checkpoint/record"
+	"berth/cmd/node"
 	"berth/cni"
 	"berth/image"
 	"berth/image/layer"
@@ -115,7 +116,7 @@ func (f *facts) findDaemon() error {
 	}
 	candidates := []string{strings.TrimSpace(string(data))}
 	for _, pid := range slices.Sorted(maps.Keys(f.processes)) {
-		if f.processes[pid].name == daemonName {
+		if node.IsDaemon(f.processes[pid].name) {
 			candidates = append(candidates, strconv.Itoa(pid))
 		}
 	}
@@ -128,9 +129,6 @@ func (f *facts) findDaemon() error {
 	}
 	return nil
 }
-
-// daemonName is the name of the daemon's process.
-const daemonName = "berth"
 
 func (f *facts) readMounts() error {
 	file, err := os.Open(f.procFile("self/mountinfo"))

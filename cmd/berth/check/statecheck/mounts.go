@@ -4,7 +4,7 @@ import (
 	"path/filepath"
 	"strings"
 
-	"berth/cmd/berth/config"
+	"berth/cmd/config"
 )
 
 // Mounts: below the daemon's directories the host has the daemon's own mounts, and each running

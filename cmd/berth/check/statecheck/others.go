@@ -9,6 +9,7 @@ import (
 	"strings"
 	"syscall"
 
+	"berth/cmd/node"
 	"berth/sandbox/state"
 )
 
@@ -49,7 +50,7 @@ func (f *facts) otherRoots() map[string]bool {
 				roots[p.exe[:at]] = true
 			}
 		}
-		if p.name != daemonName || pid == f.daemon || looked == maxOthers {
+		if !node.IsDaemon(p.name) || pid == f.daemon || looked == maxOthers {
 			continue
 		}
 		looked++

@@ -8,7 +8,7 @@ import (
 	"slices"
 	"strings"
 
-	"berth/cmd/berth/node"
+	"berth/cmd/node"
 	"berth/image"
 	"berth/sandbox/state"
 )

@@ -21,8 +21,8 @@ import (
 	"strings"
 	"time"
 
-	"berth/cmd/berth/config"
-	"berth/cmd/berth/node"
+	"berth/cmd/config"
+	"berth/cmd/node"
 	"berth/cni"
 )
 

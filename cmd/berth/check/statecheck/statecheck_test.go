@@ -18,8 +18,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint/record"
-	"berth/cmd/berth/config"
-	"berth/cmd/berth/node"
+	"berth/cmd/config"
+	"berth/cmd/node"
 	"berth/cni"
 	"berth/image"
 	"berth/image/layer"
@@ -74,7 +74,7 @@ func healthy(t *testing.T) *facts {
 	f.processes = map[int]*process{}
 	for _, p := range []*process{
 		{pid: 1, name: "init"},
-		{pid: daemonPID, parent: 1, name: "berth", exe: "/usr/bin/berth"},
+		{pid: daemonPID, parent: 1, name: "berthd", exe: "/usr/bin/berthd"},
 		{pid: idlePID, parent: daemonPID, name: "berth-shim", exe: "/memfd:berth-shim (deleted)"},
 		{pid: pausePID, parent: 1, start: 200, name: "pause", groups: []string{"/kubepods/pod1/" + podID}},
 		{pid: monitorPID, parent: 1, start: 300, name: "berth-monitor", exe: n.Root + "/bin/monitor-0123/berth-monitor"},

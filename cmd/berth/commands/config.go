@@ -1,0 +1,163 @@
+package commands
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+
+	"berth/cmd/berth/cli"
+	"berth/cmd/berthd/daemon"
+	"berth/cmd/config"
+)
+
+// configCommand returns the command `berth config`.
+func configCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "config",
+		Short: "Check and show the configuration",
+		Args:  cobra.ArbitraryArgs,
+		// Without RunE cobra prints the help for a misspelled subcommand and succeeds.
+		RunE: cli.Group,
+	}
+	cmd.AddCommand(defaultConfigCommand(), checkConfigCommand(), showConfigCommand(), migrateConfigCommand())
+	return cmd
+}
+
+func defaultConfigCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "default",
+		Short: "Print a configuration file with every option, its default and its meaning",
+		Args:  cli.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			_, err := io.WriteString(cmd.OutOrStdout(), config.DefaultTOML())
+			return err
+		},
+	}
+}
+
+func checkConfigCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "check",
+		Short: "Check the configuration files without a daemon",
+		Long: `Check the configuration file, the files of its directory (config.d) and the given
+flags of the daemon, and the files that they name. Print warnings about obsolete
+keys. Fail with the file and line of each error. As root, also fail if pods run that
+belong to another root or state directory.`,
+		Args: cli.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, warnings, err := config.Load(cmd.Flags())
+			if err != nil {
+				return err
+			}
+			for _, w := range warnings {
+				fmt.Fprintln(cmd.ErrOrStderr(), "warning:", w)
+			}
+			if err := daemon.Check(c); err != nil {
+				return err
+			}
+			_, err = fmt.Fprintln(cmd.OutOrStdout(), "the configuration is valid")
+			return err
+		},
+	}
+	config.AddFlags(cmd.Flags())
+	return cmd
+}
+
+func showConfigCommand() *cobra.Command {
+	var all bool
+	cmd := &cobra.Command{
+		Use:   "show",
+		Short: "Print the configuration that files and flags result in",
+		Long: `Print the configuration that results from the configuration file, the files of its
+directory (config.d) and the given flags of the daemon, as one TOML file. It has
+only the options that differ from their defaults.`,
+		Args: cli.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, _, err := config.Load(cmd.Flags())
+			if err != nil {
+				return err
+			}
+			_, err = io.WriteString(cmd.OutOrStdout(), c.TOML(all))
+			return err
+		},
+	}
+	config.AddFlags(cmd.Flags())
+	cmd.Flags().BoolVarP(&all, "all", "a", false, "print all options")
+	return cmd
+}
+
+func migrateConfigCommand() *cobra.Command {
+	var write bool
+	cmd := &cobra.Command{
+		Use:   "migrate [FILE]",
+		Short: "Rewrite a configuration file of release 0.2",
+		Long: `Rewrite a configuration file with the keys of release 0.2 and print it. With --write,
+replace the file and keep the old one as FILE.old.`,
+		Args: cli.Args(0, 1, ""),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			name := config.DefaultPath
+			if len(args) > 0 {
+				name = args[0]
+			}
+			return migrateFile(cmd.OutOrStdout(), name, write)
+		},
+	}
+	cmd.Flags().BoolVarP(&write, "write", "w", false, "replace the file")
+	return cmd
+}
+
+// migrateFile prints the new form of a file, or replaces it.
+func migrateFile(out io.Writer, name string, write bool) error {
+	content, err := os.ReadFile(name)
+	if err != nil {
+		return fmt.Errorf("read configuration: %w", err)
+	}
+	text, err := config.Migrate(name, content)
+	if err != nil {
+		return err
+	}
+	if !write {
+		_, err := io.WriteString(out, text)
+		return err
+	}
+	if text == string(content) {
+		_, err := fmt.Fprintf(out, "%s has no obsolete keys\n", name)
+		return err
+	}
+	return replaceFile(name, text)
+}
+
+// replaceFile writes the content of a file atomically. It keeps the old one with the suffix .old.
+func replaceFile(name, text string) error {
+	info, err := os.Stat(name)
+	if err != nil {
+		return fmt.Errorf("replace configuration: %w", err)
+	}
+	next, err := os.CreateTemp(filepath.Dir(name), ".config-*")
+	if err != nil {
+		return fmt.Errorf("replace configuration: %w", err)
+	}
+	_, err = next.WriteString(text)
+	err = errors.Join(err, next.Chmod(info.Mode().Perm()), next.Sync(), next.Close())
+	if err == nil {
+		err = os.Remove(name + ".old")
+		if errors.Is(err, fs.ErrNotExist) {
+			err = nil
+		}
+	}
+	if err == nil {
+		err = os.Link(name, name+".old")
+	}
+	if err == nil {
+		err = os.Rename(next.Name(), name)
+	}
+	if err != nil {
+		return errors.Join(fmt.Errorf("replace configuration: %w", err), os.Remove(next.Name()))
+	}
+	return nil
+}

@@ -1,0 +1,90 @@
+package daemon
+
+import (
+	"bytes"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/pem"
+	"log/slog"
+	"math/big"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"berth/cmd/config"
+)
+
+func TestStreamTLSFollowsItsFiles(t *testing.T) {
+	dir := t.TempDir()
+	cfg := &config.Config{StreamTLSCert: filepath.Join(dir, "cert"), StreamTLSKey: filepath.Join(dir, "key")}
+	if _, err := streamTLS(cfg, slog.New(slog.DiscardHandler)); err == nil {
+		t.Error("there was no error without the files")
+	}
+	first := writeCertificate(t, cfg, 1)
+	now := time.Now()
+	f := &tlsFiles{cfg: cfg, log: slog.New(slog.DiscardHandler), now: func() time.Time { return now }}
+	if err := f.read(now); err != nil {
+		t.Fatal(err)
+	}
+	shown := func(want []byte) *tls.Config {
+		t.Helper()
+		current := f.current()
+		if !bytes.Equal(current.Certificates[0].Certificate[0], want) {
+			t.Error("another certificate is shown")
+		}
+		return current
+	}
+	shown(first)
+	second := writeCertificate(t, cfg, 2)
+	shown(first) // the files are checked once a second
+	now = now.Add(tlsPeriod)
+	shown(second)
+	writeFile(t, cfg.StreamTLSCert, []byte("half of"))
+	now = now.Add(tlsPeriod)
+	shown(second)
+	third := writeCertificate(t, cfg, 3)
+	now = now.Add(tlsPeriod)
+	shown(third)
+	now = now.Add(tlsSettled)
+	settled := shown(third)
+	for range 3 {
+		now = now.Add(tlsPeriod)
+		if shown(third) != settled {
+			t.Error("files that have not changed are read again")
+		}
+	}
+	now = now.Add(time.Minute)
+	shown(writeCertificate(t, cfg, 4))
+}
+
+// writeCertificate writes a new key and certificate and returns the certificate.
+func writeCertificate(t *testing.T, cfg *config.Config, serial int64) []byte {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	template := &x509.Certificate{SerialNumber: big.NewInt(serial)}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	private, err := x509.MarshalPKCS8PrivateKey(key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	writeFile(t, cfg.StreamTLSCert, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}))
+	writeFile(t, cfg.StreamTLSKey, pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: private}))
+	return der
+}
+
+func writeFile(t *testing.T, path string, data []byte) {
+	t.Helper()
+	if err := os.WriteFile(path, data, 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
