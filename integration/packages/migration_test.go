@@ -135,11 +135,16 @@ const containerdNetwork = `{
 `
 
 // configureContainerd writes containerd's default configuration. The tests' registry stands in for
-// registry.k8s.io.
+// registry.k8s.io. containerd 2.4 does not look into its default directories for mirrors, so a
+// fragment names the first.
 func configureContainerd(t *testing.T, r oldRuntime) {
 	config := run(t, filepath.Join(programs, "containerd"), "config", "default")
 	write(t, "/etc/containerd/config.toml", config)
 	pushPause(t, config)
+	write(t, "/etc/containerd/conf.d/registry.toml", `version = 4
+[plugins.'io.containerd.cri.v1.images'.registry]
+config_path = "/etc/containerd/certs.d"
+`)
 	write(t, "/etc/containerd/certs.d/registry.k8s.io/hosts.toml", fmt.Sprintf("[host.\"http://%s\"]\n", harness.Registry.Host))
 	write(t, filepath.Join(netd, "10-containerd-net.conflist"), containerdNetwork)
 }
