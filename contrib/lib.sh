@@ -171,12 +171,18 @@ need_go() {
 	export GOFLAGS="${GOFLAGS:+$GOFLAGS }-buildvcs=false"
 }
 
+# module_dir MODULE VERSION downloads a Go module and prints the directory of its source.
+module_dir() {
+	local dir
+	dir=$(cd / && go mod download -json "$1@$2" | sed -n 's/^\t"Dir": "\(.*\)",*$/\1/p')
+	[ -n "$dir" ] && echo "$dir"
+}
+
 # fetch_toolchain prints the GOROOT of a toolchain downloaded by an old go.
 fetch_toolchain() {
 	local version dir
 	version=v0.0.1-go$(awk '$1 == "go" {print $2}' "$BERTH_SRC/go.mod").linux-$(go env GOARCH)
-	dir=$(cd / && go mod download -json "golang.org/toolchain@$version" | sed -n 's/^\t"Dir": "\(.*\)",*$/\1/p')
-	[ -n "$dir" ] || return 1
+	dir=$(module_dir golang.org/toolchain "$version") || return
 	# Module zips carry no file modes. Newer go commands also set them after the download.
 	chmod +x "$dir"/bin/* "$dir"/pkg/tool/*/* && echo "$dir"
 }

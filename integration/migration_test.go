@@ -122,7 +122,8 @@ func (m *migration) writeUnits(t *testing.T, bin string) {
 // env returns the environment of the page's commands.
 func (m *migration) env() []string {
 	path := []string{m.units, os.Getenv(containerdEnv), os.Getenv(kubernetesEnv), harness.BinDir, os.Getenv("PATH")}
-	return []string{"PATH=" + strings.Join(path, ":"), "UNITS=" + m.units, "NODE=" + kubeletNode, "KUBECONFIG=" + m.kubeconfig()}
+	return []string{"PATH=" + strings.Join(path, ":"), "UNITS=" + m.units, "NODE=" + kubeletNode, "KUBECONFIG=" + m.kubeconfig(),
+		"OLD=containerd", "OLD_SOCKET=unix://" + containerdSocket}
 }
 
 func (m *migration) run(t *testing.T, b pages.Block) {

@@ -53,8 +53,9 @@ func write(t *testing.T, path, content string) {
 	harness.Must(t, os.WriteFile(path, []byte(content), 0o600))
 }
 
-// eventually waits until a condition returns nil. On failure it prints the logs of the units.
-func eventually(t *testing.T, what string, condition func() error) {
+// eventually waits until a condition returns nil. On failure it prints the logs of kubelet, berth
+// and more units.
+func eventually(t *testing.T, what string, condition func() error, units ...string) {
 	t.Helper()
 	err := harness.PollUpTo(patience, time.Second, func() error {
 		err := condition()
@@ -67,7 +68,7 @@ func eventually(t *testing.T, what string, condition func() error) {
 		err = errors.New("kubelet has exited")
 	}
 	if err != nil {
-		for _, unit := range []string{"kubelet.service", "berth.service"} {
+		for _, unit := range append(units, "kubelet.service", "berth.service") {
 			out, _ := exec.Command("journalctl", "--no-pager", "--lines", "60", "--output", "cat", "--unit", unit).CombinedOutput()
 			t.Logf("log of %s:\n%s", unit, out)
 		}
@@ -153,6 +154,7 @@ spec:
   containers:
   - name: main
     image: %s
+    imagePullPolicy: IfNotPresent
     command: [sh, -c, 'mkdir -p /site; echo served by %[1]s > /site/index.html; exec httpd -f -p 8080 -h /site']
     readinessProbe: {exec: {command: [test, -e, /site/index.html]}, periodSeconds: 2, timeoutSeconds: 30}
     resources: {requests: {cpu: 10m, memory: 16Mi}, limits: {memory: 64Mi}}
