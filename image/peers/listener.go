@@ -10,8 +10,8 @@ import (
 	"sync"
 	"time"
 
-	"berth/internal/lograte"
 	"berth/internal/fair"
+	"berth/internal/lograte"
 	"berth/internal/task"
 )
 
@@ -34,7 +34,7 @@ type memberListener struct {
 	net.Listener
 	config   *tls.Config
 	limit    time.Duration // of a handshake
-	places   *fair.Slots  // of connections after it, by certificate
+	places   *fair.Slots   // of connections after it, by certificate
 	known    func(net.Addr) bool
 	life     *task.Lifetime
 	log      *slog.Logger

@@ -85,7 +85,7 @@ var unmarked = map[string]string{
 	"cni.delStale: lib.DelNetworkList":         "each plugin is between points",
 	"cni.execInto: unix.Kill":                  byCaller,
 	"cni.start: cmd.Start":                     byCaller,
-	"cmd/node/hostlocal.lock: os.OpenFile":    lock,
+	"cmd/node/hostlocal.lock: os.OpenFile":     lock,
 	"cni/berthnet/addresses.Open: os.MkdirAll": again,
 	"cni/berthnet/links.open: unix.Bind":       "the daemon's own socket",
 	"cni/berthnet/rules.Try: conn.Flush":       unpinned,
