@@ -38,7 +38,7 @@ type checkpoints struct {
 	log        *slog.Logger
 	unfinished *deferredWork
 
-	launcher Launcher
+	launcher Starter
 	images   Images
 	dumper   Dumper
 	streams  *stream.Service

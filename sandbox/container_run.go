@@ -274,7 +274,7 @@ func (m *Manager) publishRunning(c lockedContainer, run *running) error {
 // watchContainer publishes the exit of a container that has a shim.
 func (m *Manager) watchContainer(c *container, run *running) {
 	m.watchRunning(c, run, func() {
-		if !m.processes.AwaitShim(run.Running, "shim of container "+c.ID) {
+		if !m.processes.AwaitMonitor(run.Running, "shim of container "+c.ID) {
 			return // daemon shutdown; the container keeps running
 		}
 		if exit, settled := m.stopper.Settle(m.control.stopTarget(c), run.StartedAt); settled {

@@ -10,7 +10,7 @@
 //     limits. Clients and NRI plugins use the same control.
 //   - Manager (manager.go) orders the steps of each operation. A call from the server arrives here:
 //     pod.go and pod_end.go for pods, container.go and container_run.go for containers.
-//   - parts (parts.go) are what the steps call: Launcher, Network, Images and others, which
+//   - parts (parts.go) are what the steps call: Starter, Network, Images and others, which
 //     interfaces.go declares. The packages that implement them do not import this package, so tests
 //     replace each with a fake that fails at any call.
 //

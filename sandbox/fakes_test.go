@@ -57,7 +57,7 @@ type fakeHost struct {
 	pods       map[string]state.Phase     // by ID, as recorded
 	containers map[string]state.Phase     // by ID, as recorded
 	loaded     func(*fakeHost, *fakeLoad) // adds the records of an earlier daemon
-	running    map[string]proto.Processes // shims that Find finds
+	running    map[string]proto.PIDs      // shims that Find finds
 	ended      map[string]chan struct{}   // by container: closed when its shim has ended
 	kind       proto.PauseKind            // planned kind of all pauses
 	kinds      []string                   // log of the steps that got a kind of pause
@@ -144,7 +144,7 @@ func (f *fakeHost) process() *os.File {
 	return file
 }
 
-// Launcher
+// Starter
 
 func (f *fakeHost) PlanPause(context.Context, *state.Pod) (proto.PauseKind, *specs.Spec, error) {
 	f.noteKind("plan", f.kind)
@@ -163,7 +163,7 @@ func (f *fakeHost) Pause(_ context.Context, pod *state.Pod, _ *specs.Spec) (*pro
 	if err := f.call("launch pause"); err != nil {
 		return nil, err
 	}
-	return &proto.Started{Init: f.process(), Processes: proto.Processes{InitPID: 77, InitStartTime: 7}}, nil
+	return &proto.Started{Init: f.process(), PIDs: proto.PIDs{InitPID: 77, InitStartTime: 7}}, nil
 }
 
 func (f *fakeHost) Root(context.Context, *state.Pod, *state.Container) (rootfs.Spec, error) {
@@ -197,7 +197,7 @@ func (f *fakeHost) Start(
 	if f.launched != nil {
 		f.launched()
 	}
-	return &proto.Started{Init: f.process(), Shim: f.process(), Processes: proto.Processes{InitPID: 78, StartedAt: time.Now()}}, nil
+	return &proto.Started{Init: f.process(), Shim: f.process(), PIDs: proto.PIDs{InitPID: 78, StartedAt: time.Now()}}, nil
 }
 
 func (f *fakeHost) Describe(context.Context, *state.Pod, *state.Container, func() (string, error), *atomic.Bool) (*specs.Spec, error) {
@@ -216,7 +216,7 @@ func (f *fakeHost) shimEnd(id string) chan struct{} {
 
 // Processes
 
-func (f *fakeHost) Find(_ context.Context, id string) (*runtime.Running, proto.Processes, error) {
+func (f *fakeHost) Find(_ context.Context, id string) (*runtime.Running, proto.PIDs, error) {
 	err := f.call("find shim")
 	f.mu.Lock()
 	ids, found := f.running[id]
@@ -224,7 +224,7 @@ func (f *fakeHost) Find(_ context.Context, id string) (*runtime.Running, proto.P
 	if err != nil || !found {
 		return nil, ids, err
 	}
-	return runtime.Launched(&proto.Started{Init: f.process(), Shim: f.process(), Processes: ids}), ids, nil
+	return runtime.Launched(&proto.Started{Init: f.process(), Shim: f.process(), PIDs: ids}), ids, nil
 }
 
 func (f *fakeHost) AwaitEnd(*os.File, string) bool {
@@ -232,7 +232,7 @@ func (f *fakeHost) AwaitEnd(*os.File, string) bool {
 	return false
 }
 
-func (f *fakeHost) AwaitShim(_ *runtime.Running, object string) bool {
+func (f *fakeHost) AwaitMonitor(_ *runtime.Running, object string) bool {
 	select {
 	case <-f.shimEnd(strings.TrimPrefix(object, "shim of container ")):
 		return true
@@ -267,7 +267,7 @@ func (f *fakeHost) Stop(ctx context.Context, c runtime.StopTarget, run *runtime.
 	if err := f.call("stop"); err != nil {
 		return err
 	}
-	return f.endShim(ctx, c.ID, run)
+	return f.endMonitor(ctx, c.ID, run)
 }
 
 func (f *fakeHost) Kill(ctx context.Context, c runtime.StopTarget) error {
@@ -278,11 +278,11 @@ func (f *fakeHost) Kill(ctx context.Context, c runtime.StopTarget) error {
 	if err := f.call("kill"); err != nil {
 		return err
 	}
-	return f.endShim(ctx, c.ID, run)
+	return f.endMonitor(ctx, c.ID, run)
 }
 
-// endShim ends the shim of a container and waits until its exit is published.
-func (f *fakeHost) endShim(ctx context.Context, id string, run *runtime.Running) error {
+// endMonitor ends the shim of a container and waits until its exit is published.
+func (f *fakeHost) endMonitor(ctx context.Context, id string, run *runtime.Running) error {
 	ended := f.shimEnd(id)
 	f.mu.Lock()
 	select {
@@ -586,7 +586,7 @@ func withFakes(t *testing.T, test func(t *testing.T, m *Manager, f *fakeHost)) {
 		tasks := task.NewRunner(log, nil)
 		config := Config{Root: t.TempDir(), Handler: "berth", TrustRestores: true, Log: log}
 		f := &fakeHost{t: t, fail: map[string]int{}, pods: map[string]state.Phase{}, containers: map[string]state.Phase{},
-			running: map[string]proto.Processes{}, ended: map[string]chan struct{}{}, tasks: tasks}
+			running: map[string]proto.PIDs{}, ended: map[string]chan struct{}{}, tasks: tasks}
 		handlers, err := handler.Open(t.Context(), handler.Options{BuiltIn: "berth", Tasks: tasks, Log: log})
 		testutil.Must(t, err)
 		dirs := state.Dirs{Root: t.TempDir(), State: t.TempDir(), NetNSs: t.TempDir()}

@@ -28,9 +28,9 @@ import (
 // The manager commands the host through these interfaces only. Tests replace them with fakes, so
 // that each failure of each step can be tested without root.
 
-// Launcher starts the processes of pods and containers. runtime.Launcher implements it and
+// Starter starts the processes of pods and containers. runtime.Launcher implements it and
 // documents the methods.
-type Launcher interface {
+type Starter interface {
 	PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKind, *specs.Spec, error)
 	Pause(ctx context.Context, pod *state.Pod, planned *specs.Spec) (*proto.Started, error)
 	Root(ctx context.Context, pod *state.Pod, c *state.Container) (rootfs.Spec, error)
@@ -48,9 +48,9 @@ type Launcher interface {
 // Processes finds, watches and removes the processes of launched containers and pods.
 // runtime.Processes implements it and documents the methods.
 type Processes interface {
-	Find(ctx context.Context, id string) (*runtime.Running, proto.Processes, error)
+	Find(ctx context.Context, id string) (*runtime.Running, proto.PIDs, error)
 	AwaitEnd(process *os.File, object string) bool
-	AwaitShim(run *runtime.Running, object string) bool
+	AwaitMonitor(run *runtime.Running, object string) bool
 	ReadExit(ctx context.Context, id string, startedAt time.Time) (exit state.Exit, lost bool, err error)
 	LogLost(id string)
 	End(ctx context.Context, process *os.File) error

@@ -31,7 +31,7 @@ func TestContainersOfLostLayersAreKilled(t *testing.T) {
 			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 				start, err := pidfd.StartTime(os.Getpid())
 				testutil.Must(t, err)
-				f.running["c"] = proto.Processes{InitPID: 78, StartedAt: time.Unix(100, 0)}
+				f.running["c"] = proto.PIDs{InitPID: 78, StartedAt: time.Unix(100, 0)}
 				f.loaded = func(f *fakeHost, found *fakeLoad) {
 					recovered(state.PodReady, state.ContainerStarting)(f, found)
 					status := found.pods[0].status.Unshared()

@@ -365,7 +365,7 @@ func recovered(podPhase, containerPhase state.Phase) func(*fakeHost, *fakeLoad) 
 }
 
 func TestRecoveryByPhase(t *testing.T) {
-	running := proto.Processes{InitPID: 78, StartedAt: time.Unix(100, 0)}
+	running := proto.PIDs{InitPID: 78, StartedAt: time.Unix(100, 0)}
 	for _, test := range []struct {
 		name           string
 		pod, container state.Phase
@@ -418,7 +418,7 @@ func TestRecoveryFailures(t *testing.T) {
 		t.Run(failing, func(t *testing.T) {
 			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 				f.loaded = recovered(state.PodStopping, state.ContainerStarting)
-				f.running["c"] = proto.Processes{InitPID: 78}
+				f.running["c"] = proto.PIDs{InitPID: 78}
 				f.failing(failing, 1)
 				wantFailure(t, (&recovery{m}).run(t.Context()))
 				wantCalled(t, f, false, "kill", "detach", "remove files", "remove pod record", "remove container record")

@@ -84,7 +84,7 @@ type Manager struct {
 	selinux  lsm.SELinux
 	labels   lsm.Holders
 
-	launcher  Launcher
+	launcher  Starter
 	processes Processes
 	stopper   Stopper
 	images    Images

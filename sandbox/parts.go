@@ -35,7 +35,7 @@ type parts struct {
 	bootID string
 	run    state.Run // of the state directory
 
-	launcher  Launcher
+	launcher  Starter
 	processes Processes
 	stopper   Stopper
 	dumper    Dumper

@@ -83,7 +83,7 @@ func (r *recovery) recoverContainers(ctx context.Context) error {
 		}
 		if launched {
 			shims.Go(func() error {
-				return r.m.tasks.Guard("find the shim of", c.String(), func() error { return r.findShim(ctx, c) })
+				return r.m.tasks.Guard("find the shim of", c.String(), func() error { return r.findMonitor(ctx, c) })
 			})
 		}
 	}
@@ -290,14 +290,14 @@ func (r *recovery) recoverCreated(c lockedContainer) error {
 	return nil
 }
 
-// findShim watches the shim of a container again, or publishes how it ended.
-func (r *recovery) findShim(ctx context.Context, found *container) error {
+// findMonitor watches the shim of a container again, or publishes how it ended.
+func (r *recovery) findMonitor(ctx context.Context, found *container) error {
 	return r.m.control.lockContainer(ctx, found, "find the shim of", func(c lockedContainer) error {
-		return r.adoptShim(ctx, c)
+		return r.adoptMonitor(ctx, c)
 	})
 }
 
-func (r *recovery) adoptShim(ctx context.Context, c lockedContainer) error {
+func (r *recovery) adoptMonitor(ctx context.Context, c lockedContainer) error {
 	found, ids, err := r.m.processes.Find(ctx, c.ID)
 	if err != nil {
 		return err
@@ -331,7 +331,7 @@ func (r *recovery) adoptShim(ctx context.Context, c lockedContainer) error {
 // publishLost publishes a container whose shim is gone. It has exited if it has an exit record, it
 // is created if its launch never started, and it is lost otherwise. A container with a surviving
 // process stays Running until that process exits.
-func (r *recovery) publishLost(ctx context.Context, c lockedContainer, ids proto.Processes) error {
+func (r *recovery) publishLost(ctx context.Context, c lockedContainer, ids proto.PIDs) error {
 	if ids.StartedAt.IsZero() {
 		ids.StartedAt = c.StartedAt
 	}
@@ -379,7 +379,7 @@ func (r *recovery) startLost(ctx context.Context, c lockedContainer) {
 // watchLost publishes a container without a shim as running while one of its processes survives
 // SIGKILL. Such a process may be blocked in a call to a volume whose server does not answer. The
 // container exits with the last process.
-func (r *recovery) watchLost(c lockedContainer, ids proto.Processes, exit state.Exit) error {
+func (r *recovery) watchLost(c lockedContainer, ids proto.PIDs, exit state.Exit) error {
 	left, err := runtime.LeftBehind(ids)
 	if err != nil {
 		return err

@@ -128,7 +128,7 @@ func (r *recovery) publishStateless(ctx context.Context, c lockedContainer) erro
 	exit := exitOfStateLost(c)
 	if err := r.m.processes.KillLeftBehind(ctx, c.ID, c.CgroupsPath); err != nil {
 		r.m.log.Error("processes of a container without runtime state survive SIGKILL", "container", c.ID, "error", err)
-		return r.watchLost(c, proto.Processes{StartedAt: c.StartedAt}, exit)
+		return r.watchLost(c, proto.PIDs{StartedAt: c.StartedAt}, exit)
 	}
 	exit.FinishedAt = time.Now()
 	r.m.exited(c, exit)

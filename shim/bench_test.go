@@ -273,7 +273,7 @@ func BenchmarkMemory(b *testing.B) {
 			if err := OpenMonitor(c.Dir).ReopenLog(b.Context()); err != nil {
 				b.Fatal(err)
 			}
-			monitors += pss(b, c.ShimPID)
+			monitors += pss(b, c.MonitorPID)
 		}
 		for _, c := range running {
 			c.remove()

@@ -132,11 +132,11 @@ func (e *env) outcome(req *proto.Launch) (running bool) {
 	if err != nil {
 		e.Fatalf("a record, but no container: %+v, %v", rec, err)
 	}
-	shim, err := pidfd.OpenVerified(rec.ShimPID, rec.ShimStartTime)
+	shim, err := pidfd.OpenVerified(rec.MonitorPID, rec.MonitorStartTime)
 	if err != nil {
 		e.Fatalf("a container, but no monitor: %+v, %v", rec, err)
 	}
-	c := &container{env: e, Launch: req, Started: &proto.Started{Init: init, Shim: shim, Processes: rec}}
+	c := &container{env: e, Launch: req, Started: &proto.Started{Init: init, Shim: shim, PIDs: rec}}
 	if err := OpenMonitor(req.Dir).ReopenLog(e.ctx); err != nil {
 		e.Error(err)
 	}

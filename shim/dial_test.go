@@ -17,7 +17,7 @@ import (
 func TestClientsWaitForABusyMonitor(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("busy", "sleep 1000")
-	if err := unix.Kill(c.ShimPID, unix.SIGSTOP); err != nil {
+	if err := unix.Kill(c.MonitorPID, unix.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
 	dir, err := os.Open(c.Dir)
@@ -39,7 +39,7 @@ func TestClientsWaitForABusyMonitor(t *testing.T) {
 	}
 	late := make(chan error, 1)
 	go func() { late <- OpenMonitor(c.Dir).ReopenLog(e.ctx) }()
-	if err := unix.Kill(c.ShimPID, unix.SIGCONT); err != nil {
+	if err := unix.Kill(c.MonitorPID, unix.SIGCONT); err != nil {
 		t.Fatal(err)
 	}
 	for _, conn := range crowd {

@@ -47,13 +47,13 @@ func KeptFiles(root string, isKept func(*os.File) bool) ([]*os.File, error) {
 // keptBy returns the kept files of the shim in a directory, or nil.
 func keptBy(dir string) (files []*os.File, err error) {
 	ids, err := ReadShim(dir)
-	if errors.Is(err, os.ErrNotExist) || err == nil && ids.ShimPID == 0 {
+	if errors.Is(err, os.ErrNotExist) || err == nil && ids.MonitorPID == 0 {
 		return nil, nil
 	}
 	if err != nil {
 		return nil, err
 	}
-	process, err := pidfd.OpenVerified(ids.ShimPID, ids.ShimStartTime)
+	process, err := pidfd.OpenVerified(ids.MonitorPID, ids.MonitorStartTime)
 	if errors.Is(err, os.ErrProcessDone) {
 		return nil, nil
 	}

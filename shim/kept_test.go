@@ -62,7 +62,7 @@ func TestKeptFiles(t *testing.T) {
 	}
 	other := e.run("other", "sleep 1000")
 	c := e.run("kept", "ls -l /proc/self/fd; exec sleep 1000", func(req *proto.Launch) { req.Rootfs.Keep = files })
-	for _, pid := range []int{c.InitPID, other.InitPID, other.ShimPID} {
+	for _, pid := range []int{c.InitPID, other.InitPID, other.MonitorPID} {
 		if names := openNames(t, pid); hasKept(names) {
 			t.Errorf("process %d has %q", pid, names)
 		}

@@ -76,7 +76,7 @@ func TestRecords(t *testing.T) {
 	for _, p := range []struct {
 		pid   int
 		start uint64
-	}{{got.ShimPID, got.ShimStartTime}, {got.InitPID, got.InitStartTime}} {
+	}{{got.MonitorPID, got.MonitorStartTime}, {got.InitPID, got.InitStartTime}} {
 		f, err := pidfd.OpenVerified(p.pid, p.start)
 		if err != nil {
 			t.Fatal(err)
@@ -98,7 +98,7 @@ func TestMonitorRunsInHostMountNamespace(t *testing.T) {
 		}
 		return link
 	}
-	shim := itoa(c.ShimPID)
+	shim := itoa(c.MonitorPID)
 	e.until("the launcher is the monitor", func() bool {
 		name, _ := os.ReadFile("/proc/" + shim + "/comm")
 		return string(name) == "berth-monitor\n"
@@ -135,7 +135,7 @@ func TestMonitorInheritsNothingElse(t *testing.T) {
 		t.Fatal(err)
 	}
 	allowed := []string{"/dev/null", "socket:", "pipe:", c.LogPath, "anon_inode:", "pidfd", "memory.oom_control", "memory.events"}
-	dir := "/proc/" + itoa(c.ShimPID) + "/fd"
+	dir := "/proc/" + itoa(c.MonitorPID) + "/fd"
 	fds, err := os.ReadDir(dir)
 	if err != nil {
 		t.Fatal(err)
@@ -297,11 +297,11 @@ func TestPause(t *testing.T) {
 	e := newEnv(t)
 	req := e.pauseRequest("pause")
 	pause := e.launch(req)
-	if pause.Shim != nil || pause.ShimPID != 0 {
+	if pause.Shim != nil || pause.MonitorPID != 0 {
 		t.Errorf("a pause has a shim: %+v", pause.Started)
 	}
 	rec, err := ReadShim(req.Dir)
-	if err != nil || rec.ShimPID != 0 || rec.InitPID != pause.InitPID || rec.InitStartTime != pause.InitStartTime {
+	if err != nil || rec.MonitorPID != 0 || rec.InitPID != pause.InitPID || rec.InitStartTime != pause.InitStartTime {
 		t.Errorf("ReadShim = %+v, %v", rec, err)
 	}
 

@@ -262,8 +262,8 @@ func TestLauncherServesAfterPause(t *testing.T) {
 		t.Fatalf("launchers %v were not kept, there are %v", before, now)
 	}
 	c := e.run("container", "exit 3")
-	if !slices.Contains(before, c.ShimPID) {
-		t.Errorf("launcher %d launched the container, none of %v", c.ShimPID, before)
+	if !slices.Contains(before, c.MonitorPID) {
+		t.Errorf("launcher %d launched the container, none of %v", c.MonitorPID, before)
 	}
 	if exit := c.wait(); exit.Code != 3 {
 		t.Errorf("exit = %+v", exit)

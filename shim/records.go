@@ -10,14 +10,14 @@ import (
 )
 
 // ReadShim reads Dir/shim. The error wraps fs.ErrNotExist if nothing was launched.
-func ReadShim(dir string) (proto.Processes, error) {
+func ReadShim(dir string) (proto.PIDs, error) {
 	data, err := os.ReadFile(filepath.Join(dir, proto.ShimFile))
 	if err != nil {
-		return proto.Processes{}, fmt.Errorf("read shim record: %w", err)
+		return proto.PIDs{}, fmt.Errorf("read shim record: %w", err)
 	}
-	p, err := proto.DecodeProcesses(data)
+	p, err := proto.DecodePIDs(data)
 	if err != nil {
-		return proto.Processes{}, fmt.Errorf("read shim record of %s: %w", dir, err)
+		return proto.PIDs{}, fmt.Errorf("read shim record of %s: %w", dir, err)
 	}
 	return p, nil
 }

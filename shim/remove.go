@@ -58,7 +58,7 @@ func awaitLauncher(ctx context.Context, dir string) error {
 	if err != nil || ids.InitPID != 0 {
 		return nil // without a valid record no launcher is known to be running
 	}
-	proc, err := pidfd.OpenVerified(ids.ShimPID, ids.ShimStartTime)
+	proc, err := pidfd.OpenVerified(ids.MonitorPID, ids.MonitorStartTime)
 	if errors.Is(err, os.ErrProcessDone) {
 		return nil
 	}

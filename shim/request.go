@@ -101,7 +101,7 @@ func recordLauncher(ctx context.Context, p *launcher, dir string) error {
 		return fmt.Errorf("the launcher is lost: %w", err)
 	}
 	failpoint.Reach("launch.record")
-	processes := proto.Processes{ShimPID: p.pid, ShimStartTime: start}
+	processes := proto.PIDs{MonitorPID: p.pid, MonitorStartTime: start}
 	if err := proto.WriteFile(dir, proto.ShimFile, processes.Encode()); err != nil {
 		return fmt.Errorf("record its launcher: %w", err)
 	}

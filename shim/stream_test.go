@@ -80,8 +80,8 @@ func TestKillOfAnExecDuringALaunch(t *testing.T) {
 	if err := <-killed; err != nil {
 		t.Fatal(err)
 	}
-	if c.ShimPID != p.pid {
-		t.Fatalf("launcher %d got the request, %d launched the container", p.pid, c.ShimPID)
+	if c.MonitorPID != p.pid {
+		t.Fatalf("launcher %d got the request, %d launched the container", p.pid, c.MonitorPID)
 	}
 	if exit := c.wait(); exit.Code != 3 {
 		t.Errorf("exit = %+v", exit)
@@ -211,7 +211,7 @@ func (c *container) attachUnread() *client {
 // monitorMemory is the private memory of the container's monitor, in bytes.
 func (c *container) monitorMemory() int {
 	c.Helper()
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", c.ShimPID))
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", c.MonitorPID))
 	if err != nil {
 		c.Fatal(err)
 	}
@@ -234,14 +234,14 @@ func TestMonitorsTerminalIsCloseOnExec(t *testing.T) {
 	if err := OpenMonitor(c.Dir).Resize(e.ctx, 80, 24); err != nil { // the monitor is up when it answers
 		t.Fatal(err)
 	}
-	dir := fmt.Sprintf("/proc/%d/fdinfo/", c.ShimPID)
+	dir := fmt.Sprintf("/proc/%d/fdinfo/", c.MonitorPID)
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		t.Fatal(err)
 	}
 	terminals := 0
 	for _, entry := range entries {
-		target, _ := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", c.ShimPID, entry.Name()))
+		target, _ := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", c.MonitorPID, entry.Name()))
 		if target != "/dev/pts/0" { // the master, /dev/pts/ptmx, came with the launcher
 			continue
 		}

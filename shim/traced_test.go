@@ -134,7 +134,7 @@ func TestTracedInitWithoutStatus(t *testing.T) {
 		status, err := os.ReadFile("/proc/" + strconv.Itoa(traced.InitPID) + "/status")
 		return err == nil && strings.Contains(string(status), "State:\tZ")
 	})
-	e.until("the monitor sleeps", func() bool { return sleeps(t, traced.ShimPID) })
+	e.until("the monitor sleeps", func() bool { return sleeps(t, traced.MonitorPID) })
 	if done, err := pidfd.Exited(traced.Shim); done || err != nil {
 		t.Errorf("the monitor has ended: %t, %v", done, err)
 	}
@@ -159,16 +159,16 @@ func TestConnectionWithoutDescriptor(t *testing.T) {
 		t.Fatal(err)
 	}
 	var old unix.Rlimit
-	if err := unix.Prlimit(c.ShimPID, unix.RLIMIT_NOFILE, nil, &old); err != nil {
+	if err := unix.Prlimit(c.MonitorPID, unix.RLIMIT_NOFILE, nil, &old); err != nil {
 		t.Fatal(err)
 	}
-	if err := unix.Prlimit(c.ShimPID, unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 1, Max: old.Max}, nil); err != nil {
+	if err := unix.Prlimit(c.MonitorPID, unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 1, Max: old.Max}, nil); err != nil {
 		t.Fatal(err)
 	}
 	asked := make(chan error, 1)
 	go func() { asked <- OpenMonitor(c.Dir).CloseStdin(e.ctx) }()
-	e.until("the monitor sleeps", func() bool { return sleeps(t, c.ShimPID) })
-	if err := unix.Prlimit(c.ShimPID, unix.RLIMIT_NOFILE, &old, nil); err != nil {
+	e.until("the monitor sleeps", func() bool { return sleeps(t, c.MonitorPID) })
+	if err := unix.Prlimit(c.MonitorPID, unix.RLIMIT_NOFILE, &old, nil); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-asked; err != nil {

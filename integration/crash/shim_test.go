@@ -36,8 +36,8 @@ type shimOperation struct {
 	operation
 	next func(*testing.T, *world) error // kubelet's next requests after the crash; nil: the same request
 
-	// noShim: the operation involves no launcher and no monitor.
-	noShim bool
+	// noMonitor: the operation involves no launcher and no monitor.
+	noMonitor bool
 	// exits: the container exits during the operation, and its monitor reports the exit. If the
 	// monitor is killed before it writes the report, the exit status differs.
 	exits bool
@@ -61,7 +61,7 @@ var shimOperations = []shimOperation{
 	{operation: operation{name: "RunPodSandbox_crun", prepare: with(byCrun, withPod(harness.HostNetwork)), request: runPod, more: true}, launches: true, crun: true},
 	{operation: operation{name: "RunPodSandbox_userNamespace", prepare: withPod(podInUserNamespace), request: runPod, more: true}, launches: true},
 
-	{operation: operation{name: "CreateContainer", prepare: with(podRuns(hostPort), withContainer()), request: createContainer}, noShim: true},
+	{operation: operation{name: "CreateContainer", prepare: with(podRuns(hostPort), withContainer()), request: createContainer}, noMonitor: true},
 
 	{operation: operation{name: "StartContainer", prepare: with(podRuns(hostPort), withContainer(), created), request: startContainer}, next: startNext, launches: true},
 	{operation: operation{name: "StartContainer_terminal", prepare: with(podRuns(hostPort), withContainer(terminal), created), request: startContainer, more: true}, next: startNext, launches: true},
@@ -105,7 +105,7 @@ func (e *shimEnumeration) run(t *testing.T) {
 	e.start(t)
 	e.uncrashed(t)
 	cases := shimCases(e.uncrashed(t))
-	if e.noShim != (len(cases) == 0) {
+	if e.noMonitor != (len(cases) == 0) {
 		t.Errorf("launchers and monitors reached only %d points", len(cases))
 	}
 	recorded := slices.Index(cases, shimPoint{harness.MonitorProgram, point{"monitor.exit-recorded", 1}})

@@ -24,7 +24,7 @@ var shimRestores = []shimOperation{
 	{operation: restores[1], next: again(checkpointPod), launches: true, criuRuns: dumps, crashed: dumpFailed},
 	{operation: restores[2], launches: true},
 	{operation: restores[3], next: restoreAgain, launches: true, criuRuns: [2]string{"launcher.namespace-left", "launcher.restored"}, crashed: startFailed},
-	{operation: restores[4], noShim: true},
+	{operation: restores[4], noMonitor: true},
 	{operation: restores[5]},
 }
 

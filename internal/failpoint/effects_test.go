@@ -186,7 +186,7 @@ var unmarked = map[string]string{
 	"sandbox/lsm.set: unix.Setxattr":                 "the label of a file, which the next creation of the container sets again",
 	"sandbox/podenv.makeDir: os.Mkdir os.Chmod":      byCaller,
 	"sandbox/podenv.giveToRoot: os.Chown":            byCaller,
-	"sandbox/runtime.openShim: pidfd.Signal":         signal,
+	"sandbox/runtime.openMonitor: pidfd.Signal":      signal,
 	"sandbox/runtime.EndShim: .signal":               byCaller,
 	"sandbox/runtime.signal: .signal":                byCaller,
 	"sandbox/runtime.signal: pidfd.Signal":           byCaller,

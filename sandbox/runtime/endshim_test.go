@@ -32,7 +32,7 @@ func startProcess(t *testing.T, args ...string) (*exec.Cmd, *os.File) {
 
 // EndShim records the exit of the container's init. With a sandboxing runtime, init is a program
 // that waits for the container and always returns 0, so the code is unknown.
-func TestEndShimRecordsExit(t *testing.T) {
+func TestEndMonitorRecordsExit(t *testing.T) {
 	for _, c := range []struct {
 		name     string
 		runtime  *ociruntime.Runtime

@@ -20,21 +20,21 @@ import (
 
 // Find returns the processes of an earlier daemon's container, from the shim directory. Running is
 // nil without a living shim. The second result holds the recorded processes.
-func (k Processes) Find(ctx context.Context, id string) (*Running, proto.Processes, error) {
-	shimFile, ids, err := k.openShim(ctx, id)
-	if err != nil || shimFile == nil {
+func (k Processes) Find(ctx context.Context, id string) (*Running, proto.PIDs, error) {
+	monitorFile, ids, err := k.openMonitor(ctx, id)
+	if err != nil || monitorFile == nil {
 		return nil, ids, err
 	}
 	init, err := openInit(ids) // nil after its exit, which the shim is about to report
 	if err != nil {
-		return nil, ids, errors.Join(err, shimFile.Close())
+		return nil, ids, errors.Join(err, monitorFile.Close())
 	}
-	return newRunning(init, shimFile, ids.InitPID, ids.StartedAt), ids, nil
+	return newRunning(init, monitorFile, ids.InitPID, ids.StartedAt), ids, nil
 }
 
 // LeftBehind returns the processes of a container whose shim is gone and whose processes survive
 // SIGKILL.
-func LeftBehind(ids proto.Processes) (*Running, error) {
+func LeftBehind(ids proto.PIDs) (*Running, error) {
 	init, err := openInit(ids)
 	if err != nil {
 		return nil, err
@@ -43,7 +43,7 @@ func LeftBehind(ids proto.Processes) (*Running, error) {
 }
 
 // openInit returns the pidfd of a container's init, or nil if it has exited or never existed.
-func openInit(ids proto.Processes) (*os.File, error) {
+func openInit(ids proto.PIDs) (*os.File, error) {
 	if ids.InitPID == 0 {
 		return nil, nil
 	}
@@ -58,9 +58,9 @@ func openInit(ids proto.Processes) (*os.File, error) {
 // that its daemon is gone and undoes the launch.
 const HandoverLimit = 15 * time.Second
 
-// openShim returns the pidfd of a container's monitor, or nil if there is no monitor. It waits
+// openMonitor returns the pidfd of a container's monitor, or nil if there is no monitor. It waits
 // until a working launcher becomes a monitor or exits.
-func (k Processes) openShim(ctx context.Context, id string) (*os.File, proto.Processes, error) {
+func (k Processes) openMonitor(ctx context.Context, id string) (*os.File, proto.PIDs, error) {
 	ctx, cancel := context.WithTimeout(ctx, HandoverLimit)
 	defer cancel()
 	for {
@@ -71,7 +71,7 @@ func (k Processes) openShim(ctx context.Context, id string) (*os.File, proto.Pro
 		if err != nil {
 			return nil, ids, err
 		}
-		f, err := pidfd.OpenVerified(ids.ShimPID, ids.ShimStartTime)
+		f, err := pidfd.OpenVerified(ids.MonitorPID, ids.MonitorStartTime)
 		if errors.Is(err, os.ErrProcessDone) {
 			return nil, ids, nil
 		}
@@ -81,7 +81,7 @@ func (k Processes) openShim(ctx context.Context, id string) (*os.File, proto.Pro
 		if ended, err := pidfd.Exited(f); ended || err != nil { // a zombie that its parent does not reap
 			return nil, ids, errors.Join(err, f.Close())
 		}
-		launching, err := isLauncher(ids.ShimPID, f)
+		launching, err := isLauncher(ids.MonitorPID, f)
 		if err != nil {
 			return nil, ids, errors.Join(fmt.Errorf("inspect the shim of container %s: %w", id, err), f.Close())
 		}
@@ -90,7 +90,7 @@ func (k Processes) openShim(ctx context.Context, id string) (*os.File, proto.Pro
 		}
 		waiting := k.Tasks.Sleep(ctx, 5*time.Millisecond, "launcher of an earlier daemon", "container "+id)
 		if !waiting {
-			k.Log.Error("kill the launcher of an earlier daemon, which does not exit", "container", id, "pid", ids.ShimPID)
+			k.Log.Error("kill the launcher of an earlier daemon, which does not exit", "container", id, "pid", ids.MonitorPID)
 			err = pidfd.Signal(f, unix.SIGKILL)
 		} else {
 			err = nil

@@ -31,11 +31,11 @@ type Processes struct {
 // kernel. The rest of its pod is taken down without it.
 const KillWait = 10 * time.Second
 
-// ShimPatience bounds the time between a container's exit and its shim's report. It is less than
+// MonitorPatience bounds the time between a container's exit and its monitor's report. It is less than
 // KillWait, so that a late report does not fail the stop of a pod.
-const ShimPatience = KillWait / 2
+const MonitorPatience = KillWait / 2
 
-// stoppedPatience is ShimPatience for a shim in a stopped state, which cannot report.
+// stoppedPatience is MonitorPatience for a monitor in a stopped state, which cannot report.
 const stoppedPatience = 2 * time.Second
 
 // orphanPatience bounds the wait for the other processes of an exited init, before the daemon
@@ -62,7 +62,7 @@ func Launched(s *proto.Started) *Running {
 }
 
 func newRunning(init, shim *os.File, pid int, startedAt time.Time) *Running {
-	return Launched(&proto.Started{Init: init, Shim: shim, Processes: proto.Processes{InitPID: pid, StartedAt: startedAt}})
+	return Launched(&proto.Started{Init: init, Shim: shim, PIDs: proto.PIDs{InitPID: pid, StartedAt: startedAt}})
 }
 
 // Close closes the pidfds.
@@ -78,7 +78,7 @@ func (r *Running) Close() error {
 }
 
 // EndShim kills a hanging shim and writes the exit record in its place. It reads the status of init
-// first: init is the shim's child, and its status is lost with the shim. AwaitShim then returns,
+// first: init is the shim's child, and its status is lost with the shim. AwaitMonitor then returns,
 // even if the shim is frozen and exits only when it is thawed.
 func (k Processes) EndShim(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	writeErr := k.writeExit(ctx, id, cgroupsPath, r, run)
@@ -194,9 +194,9 @@ func (k Processes) End(ctx context.Context, process *os.File) error {
 	return ignoreDone(pidfd.Wait(ctx, process))
 }
 
-// ShimHangs reports whether the shim outlived its container for longer than ShimPatience, because
+// MonitorHangs reports whether the monitor outlived its container for longer than MonitorPatience, because
 // it is stopped or blocked on a log. The time counts from the first call.
-func (r *Running) ShimHangs() bool {
+func (r *Running) MonitorHangs() bool {
 	if !r.HasEnded() && !r.isZombie() {
 		return false
 	}
@@ -204,7 +204,7 @@ func (r *Running) ShimHangs() bool {
 		now := time.Now() // keeps its monotonic reading
 		r.left.CompareAndSwap(nil, &now)
 	}
-	patience := ShimPatience
+	patience := MonitorPatience
 	if r.shimIsStopped() {
 		patience = stoppedPatience
 	}
@@ -265,7 +265,7 @@ func (k Processes) AwaitStop(ctx context.Context, id string, run *Running, limit
 		if k.AwaitExit(ctx, run, min(left, pollInterval)) {
 			return true
 		}
-		if left <= pollInterval || ctx.Err() != nil || run.ShimHangs() && run.shimIsStopped() ||
+		if left <= pollInterval || ctx.Err() != nil || run.MonitorHangs() && run.shimIsStopped() ||
 			k.UnreadableExit(id, run) != nil {
 			return false
 		}
@@ -278,8 +278,8 @@ func (k Processes) AwaitEnd(process *os.File, object string) bool {
 	return k.awaitEnd(process, object, context.Background())
 }
 
-// AwaitShim is AwaitEnd for a container's shim. It also returns after EndShim replaced the shim.
-func (k Processes) AwaitShim(run *Running, object string) bool {
+// AwaitMonitor is AwaitEnd for a container's shim. It also returns after EndShim replaced the shim.
+func (k Processes) AwaitMonitor(run *Running, object string) bool {
 	return k.awaitEnd(run.Shim, object, run.settled)
 }
 

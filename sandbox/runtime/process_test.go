@@ -88,7 +88,7 @@ func TestFindWithoutShim(t *testing.T) {
 		t.Errorf("without a shim directory: %v, %v", found, err)
 	}
 	// This process's ID with another start time stands for a reused ID.
-	gone := proto.Processes{ShimPID: os.Getpid(), ShimStartTime: 1, InitPID: os.Getpid(), InitStartTime: 1, StartedAt: time.Unix(100, 0)}
+	gone := proto.PIDs{MonitorPID: os.Getpid(), MonitorStartTime: 1, InitPID: os.Getpid(), InitStartTime: 1, StartedAt: time.Unix(100, 0)}
 	leave(t, k, "c", proto.ShimFile, gone.Encode())
 	found, ids, err := k.Find(t.Context(), "c")
 	if found != nil || err != nil || ids.InitPID != os.Getpid() || !ids.StartedAt.Equal(time.Unix(100, 0)) {
@@ -136,7 +136,7 @@ func TestAwaitStop(t *testing.T) {
 		for !run.shimIsStopped() { // SIGSTOP takes effect after a moment
 		}
 		begin = time.Now()
-		if k.AwaitStop(t.Context(), "c", run, grace) || time.Since(begin) > ShimPatience {
+		if k.AwaitStop(t.Context(), "c", run, grace) || time.Since(begin) > MonitorPatience {
 			t.Errorf("stopped shim: waited %v", time.Since(begin))
 		}
 	})

@@ -68,7 +68,7 @@ func (k *Stopper) Kill(ctx context.Context, c StopTarget) error {
 			return nil
 		}
 		err := k.processes.Kill(ctx, c.ID, c.CgroupsPath, c.Runtime, run)
-		if run.ShimHangs() {
+		if run.MonitorHangs() {
 			failpoint.Reach("container.kill-shim")
 			err = errors.Join(err, k.processes.EndShim(ctx, c.ID, c.CgroupsPath, c.Runtime, run))
 			failpoint.Reach("container.shim-killed")

@@ -46,7 +46,7 @@ func command(t *testing.T, script string) (run *Running, status func() string) {
 	}
 	init, err := pidfd.Open(pid)
 	testutil.Must(t, err)
-	run = Launched(&proto.Started{Init: init, Processes: proto.Processes{InitPID: pid, StartedAt: time.Now()}})
+	run = Launched(&proto.Started{Init: init, PIDs: proto.PIDs{InitPID: pid, StartedAt: time.Now()}})
 	var ended string
 	go func() {
 		defer close(run.Exited)
@@ -111,7 +111,7 @@ func TestKillChecksAgain(t *testing.T) {
 func TestKillReturnsAfterDeadline(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	err := testStopper(t).Kill(ctx, contained(Launched(&proto.Started{Processes: proto.Processes{InitPID: 77}})))
+	err := testStopper(t).Kill(ctx, contained(Launched(&proto.Started{PIDs: proto.PIDs{InitPID: 77}})))
 	if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "process 77 does not exit") {
 		t.Error(err)
 	}
@@ -122,7 +122,7 @@ func TestKillEndsHangingShim(t *testing.T) {
 	left, status := command(t, `echo $$; exec sleep 1000`) // stands for a shim
 	synctest.Test(t, func(t *testing.T) {
 		run := Launched(&proto.Started{Shim: left.Init})
-		ctx, cancel := context.WithTimeout(t.Context(), 2*ShimPatience)
+		ctx, cancel := context.WithTimeout(t.Context(), 2*MonitorPatience)
 		defer cancel()
 		if err := testStopper(t).Kill(ctx, contained(run)); !errors.Is(err, context.DeadlineExceeded) {
 			t.Error(err)

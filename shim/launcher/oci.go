@@ -423,7 +423,7 @@ func (e *ociExec) ownPipes(bundle ociruntime.Bundle) error {
 // explain adds the command to err. It returns FailedPrecondition if the container has ended.
 func (e *ociExec) explain(err error) error {
 	if data, readErr := os.ReadFile(filepath.Join(e.Dir, proto.ShimFile)); readErr == nil {
-		if s, decodeErr := proto.DecodeProcesses(data); decodeErr == nil && s.InitPID != 0 {
+		if s, decodeErr := proto.DecodePIDs(data); decodeErr == nil && s.InitPID != 0 {
 			init, openErr := pidfd.OpenVerified(s.InitPID, s.InitStartTime)
 			if openErr == nil {
 				_ = init.Close()

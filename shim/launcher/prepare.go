@@ -114,8 +114,8 @@ func (c *launch) identifyMonitor() (err error) {
 	if c.Pause != "" {
 		return nil
 	}
-	c.started.ShimPID = os.Getpid()
-	c.started.ShimStartTime, err = pidfd.StartTime(c.started.ShimPID)
+	c.started.MonitorPID = os.Getpid()
+	c.started.MonitorStartTime, err = pidfd.StartTime(c.started.MonitorPID)
 	return err
 }
 

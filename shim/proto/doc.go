@@ -2,7 +2,7 @@
 //
 //   - the daemon's requests to a launcher and its replies (Request, Reply, Conn),
 //   - the frames of a monitor's socket (Frame),
-//   - the files that launcher and monitor leave in a shim directory (Processes, Exit),
+//   - the files that launcher and monitor leave in a shim directory (PIDs, Exit),
 //   - the command line of the monitor, which replaces the launcher (MonitorParams).
 //
 // A launcher runs the code of the daemon that started it, so requests and replies have no versions.

@@ -17,7 +17,7 @@ import (
 
 // The names of files in a shim directory. See package shim for their contract.
 const (
-	ShimFile   = "shim" // Processes
+	ShimFile   = "shim" // PIDs
 	ExitFile   = "exit" // Exit; usually the monitor writes it (shim/monitor/record.c)
 	SocketFile = "sock" // the monitor's unix socket, which takes frames
 
@@ -26,33 +26,33 @@ const (
 	RuntimeFile = "oci"
 )
 
-// Processes identifies the processes of a container. It is the content of Dir/shim. Start times are
+// PIDs identifies the processes of a container. It is the content of Dir/shim. Start times are
 // field 22 of /proc/PID/stat, in clock ticks since boot; see pidfd.OpenVerified.
-type Processes struct {
-	ShimPID       int       `json:"shimPID"` // launcher, later monitor; 0: a pause, which has none
-	ShimStartTime uint64    `json:"shimStartTime"`
-	InitPID       int       `json:"initPID"` // 0: the container's init does not exist yet
-	InitStartTime uint64    `json:"initStartTime"`
-	StartedAt     time.Time `json:"startedAt"`
+type PIDs struct {
+	MonitorPID       int       `json:"shimPID"` // launcher, later monitor; 0: a pause, which has none
+	MonitorStartTime uint64    `json:"shimStartTime"`
+	InitPID          int       `json:"initPID"` // 0: the container's init does not exist yet
+	InitStartTime    uint64    `json:"initStartTime"`
+	StartedAt        time.Time `json:"startedAt"`
 }
 
 // Encode returns the content of Dir/shim.
-func (p Processes) Encode() []byte {
+func (p PIDs) Encode() []byte {
 	var started int64
 	if !p.StartedAt.IsZero() {
 		started = p.StartedAt.UnixNano()
 	}
-	return fmt.Appendf(nil, "%d %d %d %d %d\n", p.ShimPID, p.ShimStartTime, p.InitPID, p.InitStartTime, started)
+	return fmt.Appendf(nil, "%d %d %d %d %d\n", p.MonitorPID, p.MonitorStartTime, p.InitPID, p.InitStartTime, started)
 }
 
-// DecodeProcesses decodes the content of Dir/shim.
-func DecodeProcesses(data []byte) (Processes, error) {
+// DecodePIDs decodes the content of Dir/shim.
+func DecodePIDs(data []byte) (PIDs, error) {
 	f, err := fields(data, 5)
 	if err != nil {
-		return Processes{}, err
+		return PIDs{}, err
 	}
 	var n numbers
-	p := Processes{ShimPID: n.pid(f[0]), ShimStartTime: n.uint(f[1]), InitPID: n.pid(f[2]), InitStartTime: n.uint(f[3])}
+	p := PIDs{MonitorPID: n.pid(f[0]), MonitorStartTime: n.uint(f[1]), InitPID: n.pid(f[2]), InitStartTime: n.uint(f[3])}
 	if started := n.int(f[4], 64); started != 0 {
 		p.StartedAt = time.Unix(0, started)
 	}

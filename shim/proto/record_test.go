@@ -10,18 +10,18 @@ import (
 )
 
 func TestDecodeProcesses(t *testing.T) {
-	for _, s := range []Processes{
+	for _, s := range []PIDs{
 		{},
-		{ShimPID: 12, ShimStartTime: 34},
-		{ShimPID: math.MaxInt32, ShimStartTime: math.MaxUint64, InitPID: 7, InitStartTime: 9, StartedAt: time.Unix(0, math.MaxInt64)},
+		{MonitorPID: 12, MonitorStartTime: 34},
+		{MonitorPID: math.MaxInt32, MonitorStartTime: math.MaxUint64, InitPID: 7, InitStartTime: 9, StartedAt: time.Unix(0, math.MaxInt64)},
 	} {
-		if got, err := DecodeProcesses(s.Encode()); got != s || err != nil {
-			t.Errorf("DecodeProcesses(%q) = %+v, %v", s.Encode(), got, err)
+		if got, err := DecodePIDs(s.Encode()); got != s || err != nil {
+			t.Errorf("DecodePIDs(%q) = %+v, %v", s.Encode(), got, err)
 		}
 	}
 	for _, bad := range []string{"", "\n", "1 2 3 4 5", "1 2 3 4\n", "1 2 3 4 5 6\n", "-1 2 3 4 5\n", "1 -2 3 4 5\n", "x 2 3 4 5\n", "99999999999 2 3 4 5\n"} {
-		if got, err := DecodeProcesses([]byte(bad)); err == nil {
-			t.Errorf("DecodeProcesses(%q) = %+v, want an error", bad, got)
+		if got, err := DecodePIDs([]byte(bad)); err == nil {
+			t.Errorf("DecodePIDs(%q) = %+v, want an error", bad, got)
 		}
 	}
 }
@@ -51,14 +51,14 @@ func TestDecodeExit(t *testing.T) {
 
 func FuzzDecodeRecords(f *testing.F) {
 	f.Add(Exit{Code: 1, At: time.Unix(0, 1)}.Encode())
-	f.Add(Processes{ShimPID: 1}.Encode())
+	f.Add(PIDs{MonitorPID: 1}.Encode())
 	f.Fuzz(func(t *testing.T, data []byte) {
 		if e, err := DecodeExit(data); err == nil && string(e.Encode()) != string(data) {
 			t.Errorf("DecodeExit(%q) = %+v", data, e)
 		}
-		if s, err := DecodeProcesses(data); err == nil {
-			if again, err := DecodeProcesses(s.Encode()); again != s || err != nil {
-				t.Errorf("DecodeProcesses(%q) = %+v, again %+v, %v", data, s, again, err)
+		if s, err := DecodePIDs(data); err == nil {
+			if again, err := DecodePIDs(s.Encode()); again != s || err != nil {
+				t.Errorf("DecodePIDs(%q) = %+v, again %+v, %v", data, s, again, err)
 			}
 		}
 	})

@@ -173,7 +173,7 @@ type Reply struct {
 
 // Started reports a running container or pause. The caller of Launchers.Launch owns the files.
 type Started struct {
-	Processes
+	PIDs
 
 	Init *os.File `json:"-"` // pidfd of the container's init, or of pause
 	Shim *os.File `json:"-"` // pidfd of the monitor; nil for a pause

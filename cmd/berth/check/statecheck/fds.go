@@ -166,7 +166,7 @@ func (f *facts) mayWatch(pid int) bool {
 		}
 	}
 	for id := range f.containers {
-		if s := f.shims[id]; s != nil && (s.launched.ShimPID == pid || s.launched.InitPID == pid) {
+		if s := f.shims[id]; s != nil && (s.launched.MonitorPID == pid || s.launched.InitPID == pid) {
 			return true
 		}
 	}

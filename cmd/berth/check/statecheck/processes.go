@@ -255,7 +255,7 @@ func (f *facts) compareMonitor(d *finder, p *process) {
 // isRecordedShim reports whether the shim directory of a recorded object names the process.
 func (f *facts) isRecordedShim(p *process) bool {
 	for id, s := range f.shims {
-		if f.known(id) && s.launched.ShimPID == p.pid && s.launched.ShimStartTime == p.start {
+		if f.known(id) && s.launched.MonitorPID == p.pid && s.launched.MonitorStartTime == p.start {
 			return true
 		}
 	}
@@ -284,16 +284,16 @@ func (f *facts) compareInit(d *finder, c *state.FoundContainer) {
 		if f.views != nil && f.views.runs(c.ID) {
 			d.differ(name, "the shim record of a running container", "none")
 		}
-	case f.alive(s.launched.ShimPID, s.launched.ShimStartTime) != nil:
+	case f.alive(s.launched.MonitorPID, s.launched.MonitorStartTime) != nil:
 		if s.launched.InitPID != 0 && s.exit != nil && f.alive(s.launched.InitPID, s.launched.InitStartTime) == nil {
 			d.differ(name, fmt.Sprintf("its init, process %d, or an exit record", s.launched.InitPID),
-				"neither, and a monitor (process %d) that does not record the exit", s.launched.ShimPID)
+				"neither, and a monitor (process %d) that does not record the exit", s.launched.MonitorPID)
 		}
 	case s.exit == nil: // an exit record exists
 		if f.daemon != 0 {
 			d.differ(name, "a record of its exit by the daemon", "an exit record, and the container recorded as running")
 		}
 	case f.daemon != 0 || s.launched.InitPID != 0:
-		d.differ(name, fmt.Sprintf("its monitor, process %d, or an exit record", s.launched.ShimPID), "neither (%v)", s.exit)
+		d.differ(name, fmt.Sprintf("its monitor, process %d, or an exit record", s.launched.MonitorPID), "neither (%v)", s.exit)
 	}
 }

@@ -20,13 +20,13 @@ import (
 
 // shimDir is a shim directory.
 type shimDir struct {
-	launched proto.Processes // noLaunch: nothing was launched, or it cannot be read
-	unread   error           // why it cannot be read
-	exit     error           // why there is no exit record; nil: there is one
-	listens  error           // why the socket does not answer; nil: it answers
+	launched proto.PIDs // noLaunch: nothing was launched, or it cannot be read
+	unread   error      // why it cannot be read
+	exit     error      // why there is no exit record; nil: there is one
+	listens  error      // why the socket does not answer; nil: it answers
 }
 
-var noLaunch proto.Processes
+var noLaunch proto.PIDs
 
 // answerLimit bounds the connection to a monitor.
 const answerLimit = time.Second
@@ -49,7 +49,7 @@ func (f *facts) readShim(dir string) *shimDir {
 		s.unread = nil
 	}
 	_, s.exit = shim.ReadExit(dir)
-	if s.launched.ShimPID != 0 && s.launched.InitPID != 0 {
+	if s.launched.MonitorPID != 0 && s.launched.InitPID != 0 {
 		ctx, cancel := context.WithTimeout(context.Background(), answerLimit)
 		defer cancel()
 		s.listens = shim.OpenMonitor(dir).Listens(ctx)
@@ -92,11 +92,11 @@ func (f *facts) compareLaunch(d *finder, path, id string) {
 }
 
 func (f *facts) compareMonitorOf(d *finder, c *state.FoundContainer, s *shimDir) {
-	monitor := f.processes[s.launched.ShimPID]
+	monitor := f.processes[s.launched.MonitorPID]
 	switch {
 	case s.unread != nil:
 		d.differ(containerName(c.ID), "a shim record", "%v", s.unread)
-	case f.alive(s.launched.ShimPID, s.launched.ShimStartTime) != nil && monitor.isMonitor() && s.listens != nil &&
+	case f.alive(s.launched.MonitorPID, s.launched.MonitorStartTime) != nil && monitor.isMonitor() && s.listens != nil &&
 		s.exit != nil:
 		d.differ(containerName(c.ID), "a socket at which its monitor answers", "%v", s.listens)
 	}

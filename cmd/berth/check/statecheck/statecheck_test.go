@@ -68,8 +68,8 @@ func healthy(t *testing.T) *facts {
 	f.reservations = []cni.Reservation{{File: "10.0.0.2", IP: "10.0.0.2", PodID: podID}}
 	missing := fmt.Errorf("no exit record: %w", fs.ErrNotExist)
 	f.shims = map[string]*shimDir{
-		podID:     {launched: proto.Processes{InitPID: pausePID, InitStartTime: 200}, exit: missing},
-		runningID: {launched: proto.Processes{ShimPID: monitorPID, ShimStartTime: 300, InitPID: initPID, InitStartTime: 310}, exit: missing},
+		podID:     {launched: proto.PIDs{InitPID: pausePID, InitStartTime: 200}, exit: missing},
+		runningID: {launched: proto.PIDs{MonitorPID: monitorPID, MonitorStartTime: 300, InitPID: initPID, InitStartTime: 310}, exit: missing},
 	}
 	f.processes = map[int]*process{}
 	for _, p := range []*process{
