@@ -91,8 +91,8 @@ func ofContainers(c ocispec.ImageConfig) ocispec.ImageConfig {
 	}
 }
 
-// index is an immutable snapshot of all images.
-type index struct {
+// Snapshot is an immutable snapshot of all images.
+type Snapshot struct {
 	images  []*Image // sorted by ID
 	byID    map[string]*Image
 	byName  map[string]*Image      // tags and digests
@@ -101,10 +101,10 @@ type index struct {
 	pinned  map[string]bool        // names that kubelet must not collect
 }
 
-// newIndex builds a snapshot of records and reuses the unchanged images of the last one, which may
+// newSnapshot builds a snapshot of records and reuses the unchanged images of the last one, which may
 // be nil. Every configuration in records parses: decodeRecord or the pull checked it.
-func newIndex(records map[string]imageRecord, last *index, pinned map[string]bool) *index {
-	x := &index{byID: map[string]*Image{}, byName: map[string]*Image{}, records: records, pinned: pinned}
+func newSnapshot(records map[string]imageRecord, last *Snapshot, pinned map[string]bool) *Snapshot {
+	x := &Snapshot{byID: map[string]*Image{}, byName: map[string]*Image{}, records: records, pinned: pinned}
 	for id, rec := range records {
 		x.bytes += rec.diskSize()
 		img := last.unchanged(id, rec)
@@ -122,7 +122,7 @@ func newIndex(records map[string]imageRecord, last *index, pinned map[string]boo
 }
 
 // unchanged returns the image of a record if the record is the same as in x, else nil.
-func (x *index) unchanged(id string, rec imageRecord) *Image {
+func (x *Snapshot) unchanged(id string, rec imageRecord) *Image {
 	if x == nil || x.records[id].Sequence != rec.Sequence {
 		return nil
 	}
@@ -134,7 +134,7 @@ func (x *index) unchanged(id string, rec imageRecord) *Image {
 const minPrefix = 7
 
 // find returns the image that ref names, see Store.Get.
-func (x *index) find(ref string) (*Image, error) {
+func (x *Snapshot) find(ref string) (*Image, error) {
 	hex, isID := strings.CutPrefix(ref, "sha256:")
 	if img, ok := x.byID["sha256:"+hex]; ok {
 		return img, nil
@@ -149,7 +149,7 @@ func (x *index) find(ref string) (*Image, error) {
 	return x.findPrefix(ref, hex)
 }
 
-func (x *index) findPrefix(ref, hex string) (*Image, error) {
+func (x *Snapshot) findPrefix(ref, hex string) (*Image, error) {
 	if ref == "" {
 		return nil, errdefs.InvalidArgument("image reference is empty")
 	}
@@ -234,7 +234,7 @@ func (r imageRecord) config() (ocispec.Image, error) {
 
 // layers returns the names of the image's layers in the layer store, bottom first.
 func (r imageRecord) layers() []digest.Digest {
-	c, _ := r.config() // parsed before, see newIndex
+	c, _ := r.config() // parsed before, see newSnapshot
 	names := make([]digest.Digest, 0, len(c.RootFS.DiffIDs))
 	for i, diffID := range c.RootFS.DiffIDs {
 		from := layer.Source{DiffID: diffID}
@@ -258,7 +258,7 @@ func (r imageRecord) otherID() string {
 
 // image returns the public form of a record.
 func (r imageRecord) image(id string, pinned map[string]bool) *Image {
-	c, _ := r.config() // parsed before, see newIndex
+	c, _ := r.config() // parsed before, see newSnapshot
 	img := &Image{
 		ID:          id,
 		RepoTags:    slices.Sorted(slices.Values(r.Tags)),
@@ -350,4 +350,61 @@ func pinnedNames(refs []string) (map[string]bool, error) {
 		names[r.String()] = true
 	}
 	return names, nil
+}
+
+// Named returns the image with a normalized name, or nil.
+func (x *Snapshot) Named(name string) *Image { return x.byName[name] }
+
+// List returns all images, sorted by ID. The caller must not change the slice.
+func (x *Snapshot) List() []*Image { return x.images }
+
+// MustBeWhole reports whether an image that a pull has resolved must not depend on its registry: it
+// is pinned.
+func (x *Snapshot) MustBeWhole(img *registry.Image, ref registry.Reference) bool {
+	names := []string{ref.String(), img.ConfigDigest.String()}
+	if img.Digest != "" {
+		names = append(names, ref.WithDigest(img.Digest))
+	}
+	if slices.ContainsFunc(names, func(name string) bool { return x.pinned[name] }) {
+		return true
+	}
+	recorded := x.byID[img.ConfigDigest.String()]
+	return recorded != nil && recorded.Pinned
+}
+
+// HasOrigin reports whether an image came from an archive, see Naming.
+func (x *Snapshot) HasOrigin(origin string) bool {
+	for _, rec := range x.records {
+		if slices.Contains(rec.Origins, origin) {
+			return true
+		}
+	}
+	return false
+}
+
+// Served are a layer and a registry that has served it.
+type Served struct {
+	Registry string
+	layer.Source
+}
+
+// ServedLayers returns the layers of the container images that registries have served.
+func (x *Snapshot) ServedLayers() (list []Served) {
+	seen := map[Served]bool{}
+	for _, rec := range x.records {
+		c, err := rec.config() // also compares the number of blobs
+		if err != nil || registry.ParseArtifact(rec.Config) != nil {
+			continue
+		}
+		for _, domain := range rec.Registries {
+			for i, blob := range rec.Blobs {
+				k := Served{domain, layer.Source{Blob: blob, DiffID: c.RootFS.DiffIDs[i]}}
+				if !seen[k] {
+					seen[k] = true
+					list = append(list, k)
+				}
+			}
+		}
+	}
+	return list
 }

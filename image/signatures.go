@@ -132,13 +132,13 @@ func (s *Store) Verify(ctx context.Context, img *Image, written, namespace strin
 			return nil
 		}
 	}
-	return signatureError("image "+img.ID, err)
+	return SignatureError("image "+img.ID, err)
 }
 
 // namesOf returns the names under which Verify checks an image.
 func (s *Store) namesOf(img *Image, written string) (names []registry.Reference) {
-	x := s.index.Load()
-	if candidates, err := s.client.Candidates(written); err == nil {
+	x := s.Snapshot()
+	if candidates, err := s.cfg.Client.Candidates(written); err == nil {
 		for _, ref := range candidates {
 			if found := x.byName[ref.String()]; found != nil && found.ID == img.ID {
 				return []registry.Reference{ref}
@@ -153,8 +153,25 @@ func (s *Store) namesOf(img *Image, written string) (names []registry.Reference)
 	return names
 }
 
-// signatureError gives a rejection the form that kubelet recognizes: codes.Unknown and a text that
+// CheckPull checks an image that a pull has resolved, and returns the evidence to keep with it. See
+// trust.Verifier.Pull.
+func (s *Store) CheckPull(ctx context.Context, namespace string, repo *registry.Repository,
+	img *registry.Image) (*trust.Evidence, error) {
+	return s.signatures.checkPull(ctx, namespace, repo, img)
+}
+
+// MayReuse reports whether a present image passes the policy without another look at the registry.
+func (s *Store) MayReuse(ctx context.Context, namespace string, ref registry.Reference, id string) bool {
+	return s.signatures.mayReuse(ctx, namespace, ref, id)
+}
+
+// KeepEvidence records the evidence of an image. An image needs none if evidence is nil.
+func (s *Store) KeepEvidence(id string, evidence *trust.Evidence) error {
+	return s.signatures.keep(id, evidence)
+}
+
+// SignatureError gives a rejection the form that kubelet recognizes: codes.Unknown and a text that
 // begins with SignatureValidationFailed.
-func signatureError(what string, err error) error {
+func SignatureError(what string, err error) error {
 	return errdefs.New(codes.Unknown, "%w: %s: %w", crierrors.ErrSignatureValidationFailed, what, err)
 }

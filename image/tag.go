@@ -51,7 +51,7 @@ func (s *Store) rename(ctx context.Context, ref string, change func(imageRecord)
 		return nil, fmt.Errorf("tag image %s: %w", ref, err)
 	}
 	defer release()
-	x := s.index.Load()
+	x := s.Snapshot()
 	img, err := x.find(ref)
 	if err != nil {
 		return nil, err
@@ -65,8 +65,8 @@ func (s *Store) rename(ctx context.Context, ref string, change func(imageRecord)
 		return nil, fmt.Errorf("tag image %s: %w", ref, err)
 	}
 	s.takeTags(records, img.ID)
-	next := newIndex(records, x, s.pinned)
-	s.index.Store(next)
+	next := newSnapshot(records, x, s.pinned)
+	s.snapshot.Store(next)
 	return next.byID[img.ID], nil
 }
 
@@ -82,7 +82,7 @@ type LayerUse struct {
 // are missing.
 func (s *Store) LayersOf(img *Image) (list []LayerUse) {
 	for _, name := range img.Layers {
-		if info, err := s.layers.storeFor(distinct(img.Layers)).Info(name); err == nil {
+		if info, err := s.layers.storeFor(Distinct(img.Layers)).Info(name); err == nil {
 			list = append(list, LayerUse{Name: name, DiffID: info.DiffID, Blob: info.Blob, Bytes: info.Bytes})
 		}
 	}

@@ -50,11 +50,13 @@ type Config struct {
 	Defaults       oci.Defaults              // of all containers
 	PauseCPUs      string                    // CPUs of pauses; empty: all
 	IgnoreVolumes  bool                      // VOLUMEs of images have no effect
-	LayersLost     bool                      // containers on layers that are still incomplete read zeros: they are killed
-	Waits          *task.Waits               // lists the waits of operations
-	Observer       Observer                  // nil: none
-	Log            *slog.Logger
-	LogFormat      string // of Log: json or text
+	// PullPause pulls a pause image that is missing, without credentials.
+	PullPause  func(ctx context.Context, ref string) (*image.Image, error)
+	LayersLost bool        // containers on layers that are still incomplete read zeros: they are killed
+	Waits      *task.Waits // lists the waits of operations
+	Observer   Observer    // nil: none
+	Log        *slog.Logger
+	LogFormat  string // of Log: json or text
 }
 
 // Manager runs the lifecycle of all pods and containers: it orders the steps of each operation. The

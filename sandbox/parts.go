@@ -152,7 +152,7 @@ func (p *parts) makePods(
 func (p *parts) makeContainers(cfg Config, images *image.Store, programs payload.Paths, tasks *task.Runner) {
 	p.key = loadOnce(func() (*archive.Key, error) { return archive.LoadKey(p.node.Root) })
 	p.appArmor = lsm.NewAppArmor(p.node.Host.AppArmor, tasks, cfg.Log)
-	roots := runtime.Roots{Images: images, Dirs: p.node.Dirs, Quotas: p.quotas}
+	roots := runtime.Roots{Images: images, PullPause: cfg.PullPause, Dirs: p.node.Dirs, Quotas: p.quotas}
 	processes := runtime.Processes{Node: p.node, Tasks: tasks, Log: cfg.Log}
 	p.pool, p.volumes, p.processes, p.stopper = p.launchers, roots, processes, runtime.NewStopper(processes)
 	p.dumper = runtime.Dumper{Node: p.node, Launchers: p.launchers, Log: cfg.Log}

@@ -42,14 +42,17 @@ package layer
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
 	"sync/atomic"
 
 	"github.com/opencontainers/go-digest"
+	"google.golang.org/grpc/codes"
 
 	"berth/image/unpack"
+	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 )
 
@@ -199,4 +202,13 @@ type join struct {
 	onDisk  bool
 
 	mount atomic.Pointer[os.File] // the mount of a merged image
+}
+
+// RejectsContent reports whether an error is due to the content of a layer.
+func RejectsContent(err error) bool {
+	switch unpack.CodeOf(err) {
+	case unpack.FailedPrecondition, unpack.MoreMemory, unpack.MoreWindow:
+		return true
+	}
+	return errdefs.Code(err) == codes.InvalidArgument || errors.Is(err, ErrTooLarge)
 }

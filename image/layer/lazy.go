@@ -17,7 +17,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/checkpoint/record"
-	"berth/image/lazy"
+	"berth/image/lazy/fill"
 	"berth/image/lazy/index"
 	"berth/image/unpack"
 	"berth/internal/cleanup"
@@ -37,7 +37,7 @@ const (
 // Lazy is what a Store needs for layers that are used before they are complete.
 type Lazy struct {
 	// Engine fills them. The caller starts it after OpenLazy and closes it after Store.Close.
-	Engine *lazy.Engine
+	Engine *fill.Engine
 	// Fill returns the Filler of a layer that an earlier Store has created. toc is nil if this node
 	// has made the index.
 	Fill func(from Source, x *index.Index, toc *TOC) Filler
@@ -45,15 +45,15 @@ type Lazy struct {
 	// with the error DataLoss if it cannot be completed. The latter means that its index is wrong.
 	// The layer exists until it is removed, and reads of its missing content fail. toc is nil if
 	// this node has made the index. Done must not call the Store.
-	Done func(from Source, l *lazy.Layer, toc *TOC, err error)
+	Done func(from Source, l *fill.Layer, toc *TOC, err error)
 }
 
 // Filler fills one layer. See package lazy.
 type Filler struct {
-	Source   lazy.Source
-	Inflater func() (lazy.Inflater, error)
+	Source   fill.Source
+	Inflater func() (fill.Inflater, error)
 	// Prove is not nil for a layer with a TOC. It calls Store.Prove.
-	Prove lazy.Prove
+	Prove fill.Prove
 }
 
 // OpenLazy is Open for a Merger, with incomplete layers. It adds the layers of an earlier Store to
@@ -74,7 +74,7 @@ type lazyLayers struct {
 
 // lazyLayer is an incomplete layer.
 type lazyLayer struct {
-	*lazy.Layer
+	*fill.Layer
 	from      Source
 	indexSize int64
 	toc       *TOC // nil: this node has made its index
@@ -152,7 +152,7 @@ func (z *lazyLayers) end() error {
 }
 
 // Lazy returns an incomplete layer, or nil if the layer is complete or does not exist.
-func (s *Store) Lazy(name digest.Digest) *lazy.Layer {
+func (s *Store) Lazy(name digest.Digest) *fill.Layer {
 	if l := s.lazy.get(name); l != nil {
 		return l.Layer
 	}
@@ -169,7 +169,7 @@ func (s *Store) TOC(name digest.Digest) *TOC {
 }
 
 // Incomplete reports whether a layer of a chain is incomplete. A container on it must hold the
-// files of lazy.Engine.Keep.
+// files of fill.Engine.Keep.
 func (s *Store) Incomplete(names []digest.Digest) bool {
 	for _, name := range names {
 		if s.Lazy(name) != nil {
@@ -179,7 +179,7 @@ func (s *Store) Incomplete(names []digest.Digest) bool {
 	return false
 }
 
-// Keep returns the files that a container on a chain of layers must hold open (lazy.Engine.Keep),
+// Keep returns the files that a container on a chain of layers must hold open (fill.Engine.Keep),
 // or nil if all layers are complete.
 func (s *Store) Keep(names []digest.Digest) []*os.File {
 	if !s.Incomplete(names) {
@@ -272,7 +272,7 @@ func writeLazy(dir string, x *index.Index, encoded []byte, toc *TOC) error {
 		}
 		failpoint.Reach("layer.lazy-written")
 	}
-	return lazy.Prepare(dir, x)
+	return fill.Prepare(dir, x)
 }
 
 // readLazy reads what writeLazy has written, and returns the size of the index's file. The error
@@ -332,7 +332,7 @@ func (s *Store) awaitComplete(l *lazyLayer) {
 	case <-l.Done():
 	}
 	err := l.Err()
-	if errors.Is(err, lazy.ErrClosed) {
+	if errors.Is(err, fill.ErrClosed) {
 		return // removed; another error counts even then, because the index is wrong
 	}
 	if err == nil {
@@ -389,7 +389,7 @@ func (s *Store) settle(ctx context.Context, l *lazyLayer) error {
 
 // dropLazyFiles removes the files that a complete layer does not need.
 func dropLazyFiles(dir string) (err error) {
-	for _, name := range []string{indexFile, lazy.FilledFile, lazy.BlobFile, tocFile} {
+	for _, name := range []string{indexFile, fill.FilledFile, fill.BlobFile, tocFile} {
 		failpoint.Reach("layer.remove-lazy-file")
 		if failed := os.Remove(filepath.Join(dir, name)); failed != nil && !errors.Is(failed, fs.ErrNotExist) {
 			err = errors.Join(err, failed)
@@ -414,7 +414,7 @@ func (s *Store) forgetLazy(name digest.Digest) error {
 	return err
 }
 
-// Retire sets an incomplete layer aside that cannot be completed (lazy.Layer.Err), so that it can
+// Retire sets an incomplete layer aside that cannot be completed (fill.Layer.Err), so that it can
 // be created again. Containers keep the retired one, and reads of its missing content fail. Retire
 // does nothing about other layers.
 func (s *Store) Retire(name digest.Digest) error {

@@ -17,7 +17,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/lazy"
+	"berth/image/lazy/fill"
 	"berth/image/lazy/index"
 	"berth/image/tree"
 	"berth/image/unpack"
@@ -31,7 +31,7 @@ import (
 type lazyWorld struct {
 	t      testing.TB
 	root   string
-	engine *lazy.Engine
+	engine *fill.Engine
 	s      *Store
 	source *gate
 	done   chan error
@@ -50,7 +50,7 @@ type gate struct {
 
 func (g *gate) fill(from Source, x *index.Index, toc *TOC) Filler {
 	kind := x.Kind
-	f := Filler{Source: gated{g, g.tars[from.Blob]}, Inflater: func() (lazy.Inflater, error) { return ownInflater(kind), nil }}
+	f := Filler{Source: gated{g, g.tars[from.Blob]}, Inflater: func() (fill.Inflater, error) { return ownInflater(kind), nil }}
 	if toc != nil {
 		f.Prove = func(ctx context.Context, blob *io.SectionReader) error {
 			g.proofs.Add(1)
@@ -84,7 +84,7 @@ type gated struct {
 	blob []byte
 }
 
-// Range implements lazy.Source.
+// Range implements fill.Source.
 func (g gated) Range(ctx context.Context, offset, size int64) (io.ReadCloser, error) {
 	select {
 	case <-g.now():
@@ -107,14 +107,14 @@ func newLazyWorld(t testing.TB) *lazyWorld {
 // open opens the store, as a daemon does.
 func (w *lazyWorld) open() {
 	w.t.Helper()
-	engine, err := lazy.Open(lazy.Config{Dir: filepath.Dir(w.root), Log: discardLog()})
+	engine, err := fill.Open(fill.Config{Dir: filepath.Dir(w.root), Log: discardLog()})
 	if errors.Is(err, errors.ErrUnsupported) {
 		w.t.Skip("NOT TESTED: ", err)
 	}
 	testutil.Must(w.t, err)
 	w.engine = engine
 	w.s, err = OpenLazy(w.root, NewEROFS(unpack.Pack, 0), Reserve{}, Lazy{Engine: engine, Fill: w.source.fill,
-		Done: func(_ Source, _ *lazy.Layer, _ *TOC, err error) { w.done <- err }}, nil, discardLog())
+		Done: func(_ Source, _ *fill.Layer, _ *TOC, err error) { w.done <- err }}, nil, discardLog())
 	testutil.Must(w.t, err)
 	engine.Start()
 }
@@ -343,7 +343,7 @@ func TestLazyLayerCrashes(t *testing.T) {
 			testutil.Must(t, <-w.done)
 			w.close()
 			w.source.shut()
-			for _, f := range []string{indexFile, lazy.FilledFile} {
+			for _, f := range []string{indexFile, fill.FilledFile} {
 				testutil.Must(t, os.WriteFile(filepath.Join(w.root, layersDir, hex(name), f), nil, 0o600))
 			}
 		},

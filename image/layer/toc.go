@@ -16,7 +16,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/erofs"
-	"berth/image/lazy"
+	"berth/image/lazy/fill"
 	"berth/image/tree"
 	"berth/image/unpack"
 	"berth/image/unpack/tarsplit"
@@ -83,7 +83,7 @@ func (s *Store) outlineIn(ctx context.Context, tmp string, from Source, tar io.R
 // Prove shows that the table of contents of an incomplete layer is true. It unpacks the blob, which
 // has the right digest, and compares tree, length of the data and summary. It does not write the
 // content of files again. It restores the tar from the content that was filled, because the table
-// also says where in the blob each content is. Errors: DataLoss that wraps lazy.ErrWrongIndex if
+// also says where in the blob each content is. Errors: DataLoss that wraps fill.ErrWrongIndex if
 // something differs, DataLoss if the blob has no valid layer.
 //
 // The files that it makes replace those of the layer: a table does not have all that a tar has. A
@@ -146,7 +146,7 @@ func (s *Store) unpackAgain(ctx context.Context, tmp string, info *Info, blob io
 }
 
 func lies(what string) error {
-	return errdefs.New(codes.DataLoss, "%w: its layer has another %s", lazy.ErrWrongIndex, what)
+	return errdefs.New(codes.DataLoss, "%w: its layer has another %s", fill.ErrWrongIndex, what)
 }
 
 // sameSize returns DataLoss if two data files have different lengths.
@@ -245,7 +245,7 @@ func takeFiles(own, described string) error {
 	if err := os.Remove(filepath.Join(own, dataFile)); err != nil {
 		return err
 	}
-	for _, name := range []string{dataFile, lazy.FilledFile, lazy.BlobFile, tocFile} {
+	for _, name := range []string{dataFile, fill.FilledFile, fill.BlobFile, tocFile} {
 		failpoint.Reach("layer.take-file")
 		if err := os.Link(filepath.Join(described, name), filepath.Join(own, name)); err != nil {
 			return err

@@ -22,8 +22,10 @@ import (
 // Roots makes root filesystems and image volumes.
 type Roots struct {
 	Images *image.Store
-	Dirs   state.Dirs
-	Quotas *Quotas
+	// PullPause pulls a pause image that is missing, without credentials.
+	PullPause func(ctx context.Context, ref string) (*image.Image, error)
+	Dirs      state.Dirs
+	Quotas    *Quotas
 }
 
 // Writable holds the layers of an image under id and makes the directories of the writable layer.
@@ -55,7 +57,7 @@ func (k Roots) Writable(id string, image *state.Image, idMap *rootfs.IDMap, labe
 func (k Roots) PauseImage(ctx context.Context, reference string) (*state.Image, error) {
 	img, err := k.Images.Get(reference)
 	if errdefs.IsNotFound(err) {
-		img, err = k.Images.Pull(ctx, reference, nil)
+		img, err = k.PullPause(ctx, reference)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("find pause image %s: %w", reference, err)
