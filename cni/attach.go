@@ -2,7 +2,6 @@ package cni
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/netip"
 
@@ -15,23 +14,23 @@ import (
 	"berth/internal/task"
 )
 
-// Attachment describes how a pod is connected. Its zero value means no connection. The caller
-// stores it with the pod's record before Add.
+// Attachment describes how a pod is connected. Its zero value means no connection. [Network.Plan]
+// returns it, and the caller stores it with the pod's record before [Network.Add].
 type Attachment struct {
 	Network  string `json:"network,omitempty"`
 	IfName   string `json:"ifName,omitempty"`
 	ConfList []byte `json:"confList,omitempty"` // the complete configuration list that ADD uses
 }
 
-// Add connects a pod and returns its addresses. The caller runs Del after any error, because some
-// plugins of the chain may have succeeded.
+// Add connects a pod and returns its addresses. The caller runs [Network.Del] after any error,
+// because some plugins of the chain may have succeeded.
 //
 // Errors:
-//   - InvalidArgument: the pod fails Validate.
+//   - InvalidArgument: the pod fails [Pod.Validate].
 //   - FailedPrecondition: a plugin is not installed or refuses its configuration.
 //   - DeadlineExceeded: a plugin was killed.
 //   - DeadlineExceeded or Canceled: ctx ended before a plugin started.
-//   - Unavailable: the plugin asks to try again, or Leave was called.
+//   - Unavailable: the plugin asks to try again, or [Network.Leave] was called.
 //   - Internal: any other failure.
 //
 // If a plugin reported the failure, the error wraps a *types.Error.
@@ -61,31 +60,16 @@ func (n *Network) Add(ctx context.Context, att Attachment, pod Pod) (Result, err
 
 // Del disconnects a pod with the configuration that its Add used. It is idempotent and works when
 // the network namespace is gone. The caller repeats it until it returns nil. It returns the same
-// errors as Add.
+// errors as [Network.Add].
 //
-// Del returns nil for a pod that fails Validate or has no attachment, because no plugin ran for it.
+// Del returns nil for a pod that fails [Pod.Validate] or has no attachment, because no plugin ran
+// for it.
 func (n *Network) Del(ctx context.Context, att Attachment, pod Pod) error {
 	if len(att.ConfList) == 0 || pod.Validate() != nil {
 		return nil
 	}
 	pod.NetNS = netns.Existing(pod.NetNS) // plugins clean up outside of the namespace if CNI_NETNS is "" (specification, DEL)
 	return n.operate(ctx, att, pod, "DEL", n.dirs.Load().lib.DelNetworkList)
-}
-
-// Check asks the plugins whether the pod is still connected as Add left it. It returns nil if the
-// configuration disables CHECK, and Unimplemented for configurations before 0.4.0.
-func (n *Network) Check(ctx context.Context, att Attachment, pod Pod) error {
-	if err := pod.Validate(); err != nil {
-		return err
-	}
-	return n.operate(ctx, att, pod, "CHECK", func(ctx context.Context, list *libcni.NetworkConfigList,
-		rt *libcni.RuntimeConf) error {
-		err := n.dirs.Load().lib.CheckNetworkList(ctx, list, rt)
-		if errors.Is(err, libcni.ErrorCheckNotSupp) {
-			return errdefs.New(codes.Unimplemented, "%w", err)
-		}
-		return err
-	})
 }
 
 type operation func(context.Context, *libcni.NetworkConfigList, *libcni.RuntimeConf) error

@@ -18,7 +18,7 @@ import (
 	"berth/internal/testutil"
 )
 
-func TestDelAndCheckUseConfigOfAdd(t *testing.T) {
+func TestDelUsesConfigOfAdd(t *testing.T) {
 	for _, change := range []string{"changed", "deleted"} {
 		t.Run(change, func(t *testing.T) {
 			b := newBed(t)
@@ -39,9 +39,8 @@ func TestDelAndCheckUseConfigOfAdd(t *testing.T) {
 			var stored Attachment
 			testutil.Must(t, json.Unmarshal(record, &stored))
 			b.forget()
-			testutil.Must(t, n.Check(context.Background(), stored, testPod("p1")))
 			testutil.Must(t, n.Del(context.Background(), stored, testPod("p1")))
-			if want := []string{"a CHECK p1", "a DEL p1"}; !slices.Equal(b.calls(), want) {
+			if want := []string{"a DEL p1"}; !slices.Equal(b.calls(), want) {
 				t.Errorf("calls %q, want %q", b.calls(), want)
 			}
 			var seen struct {
@@ -146,25 +145,13 @@ func TestDelWithDamagedCache(t *testing.T) {
 	}
 }
 
-func TestCheckUnsupported(t *testing.T) {
-	b := newBed(t)
-	b.plugin("a", okResult)
-	b.writeConf("1.conflist", conflist("0.3.1", "n", "a"))
-	b.start()
-	b.plugin("a", `[ "$CNI_COMMAND" = ADD ] && echo '{"cniVersion":"0.3.1","ips":[{"version":"4","address":"192.0.2.5/24"}]}'`)
-	att := b.add(testPod("p1"))
-	if err := b.n.Check(context.Background(), att, testPod("p1")); errdefs.Code(err) != codes.Unimplemented {
-		t.Errorf("error %v (%v)", err, errdefs.Code(err))
-	}
-}
-
 func TestCapabilityArgs(t *testing.T) {
 	b := newBed(t)
 	b.plugin("all", okResult)
 	b.plugin("some", okResult)
 	b.plugin("none", okResult)
 	b.writeConf("1.conflist", `{"cniVersion":"1.0.0","name":"n","plugins":[{"type":"none"},
-		{"type":"all","capabilities":{"portMappings":true,"bandwidth":true,"dns":true,"ipRanges":true,"cgroupPath":true,"aliases":true,"mac":true}},
+		{"type":"all","capabilities":{"portMappings":true,"bandwidth":true,"dns":true,"ipRanges":true,"cgroupPath":true,"mac":true}},
 		{"type":"some","capabilities":{"portMappings":true,"dns":false}}]}`)
 	n := b.start()
 	pod := testPod("p1")
@@ -172,7 +159,7 @@ func TestCapabilityArgs(t *testing.T) {
 	pod.Bandwidth = &Bandwidth{IngressRate: 1000, IngressBurst: 2000}
 	pod.DNS = &DNS{Servers: []string{"192.0.2.1"}, Searches: []string{"shop.svc"}, Options: []string{"ndots:5"}}
 	pod.IPRanges = [][]IPRange{{{Subnet: "192.0.2.0/24"}}}
-	pod.CgroupPath, pod.Aliases = "/kubepods/p1", []string{"www"}
+	pod.CgroupPath = "/kubepods/p1"
 	att := b.add(pod)
 	testutil.Must(t, n.Del(context.Background(), att, pod))
 
@@ -182,7 +169,7 @@ func TestCapabilityArgs(t *testing.T) {
 		"some.ADD.stdin": `{` + ports + `}`,
 		"all.ADD.stdin": `{` + ports + `,"bandwidth":{"ingressRate":1000,"ingressBurst":2000},
 			"dns":{"servers":["192.0.2.1"],"searches":["shop.svc"],"options":["ndots:5"]},
-			"ipRanges":[[{"subnet":"192.0.2.0/24"}]],"cgroupPath":"/kubepods/p1","aliases":["www"]}`,
+			"ipRanges":[[{"subnet":"192.0.2.0/24"}]],"cgroupPath":"/kubepods/p1"}`,
 		"some.DEL.stdin": `{` + ports + `}`,
 	} {
 		var seen struct{ RuntimeConfig any }

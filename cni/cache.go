@@ -22,9 +22,9 @@ type CachedResult struct {
 	IPs     []string
 }
 
-// CachedResults returns the results of ADDs that no DEL has undone, from libcni's cache in a
-// Config's CacheDir. A Network may use the directory at the same time: CachedResults omits files
-// that vanish meanwhile. A file that cannot be decoded gives a result without PodID.
+// CachedResults returns the results of ADDs that no DEL has undone, from libcni's cache in the
+// CacheDir of a [Config]. A [Network] may use the directory at the same time: CachedResults omits
+// files that vanish meanwhile. A file that cannot be decoded gives a result without PodID.
 func CachedResults(cacheDir string) ([]CachedResult, error) {
 	dir := filepath.Join(cacheDir, "results") // see libcni, getCacheFilePath
 	entries, err := os.ReadDir(dir)

@@ -123,7 +123,7 @@ func TestHungPluginIsKilledWithChildren(t *testing.T) {
 const waits = `echo $$ >$record/self; while [ ! -e $record/go ]; do sleep 0.01; done; ` + okResult
 
 func TestCanceledCallerWaitsForPlugin(t *testing.T) {
-	for _, verb := range []string{"ADD", "DEL", "CHECK"} {
+	for _, verb := range []string{"ADD", "DEL"} {
 		t.Run(verb, func(t *testing.T) {
 			b := newBed(t)
 			b.plugin("a", waits)
@@ -159,7 +159,7 @@ func TestLeaveKeepsPluginRunning(t *testing.T) {
 	if isGone(plugin) || len(readDir(t, b.runs)) != 1 {
 		t.Error("the plugin was killed or has no note")
 	}
-	for _, verb := range []string{"ADD", "DEL", "CHECK"} {
+	for _, verb := range []string{"ADD", "DEL"} {
 		if err := runOperation(context.Background(), n, verb, b.plan(), testPod("p2")); errdefs.Code(err) != codes.Unavailable {
 			t.Errorf("%s started: %v", verb, err)
 		}
@@ -216,14 +216,11 @@ func TestCanceledGCStartsNoPlugin(t *testing.T) {
 }
 
 func runOperation(ctx context.Context, n *Network, verb string, att Attachment, pod Pod) error {
-	switch verb {
-	case "ADD":
-		_, err := n.Add(ctx, att, pod)
-		return err
-	case "DEL":
+	if verb == "DEL" {
 		return n.Del(ctx, att, pod)
 	}
-	return n.Check(ctx, att, pod)
+	_, err := n.Add(ctx, att, pod)
+	return err
 }
 
 func TestOperationHasDeadline(t *testing.T) {

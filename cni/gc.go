@@ -22,7 +22,7 @@ import (
 // valid must contain every pod that has an attachment or is about to get one. GC waits for running
 // Add and Del calls and blocks new ones until it returns, as the specification requires. After
 // Config.Timeout, or when ctx ends, GC starts no further plugin. Each plugin run has a separate
-// timeout. Errors: Unavailable after Leave, DeadlineExceeded, otherwise Internal.
+// timeout. Errors: Unavailable after [Network.Leave], DeadlineExceeded, otherwise Internal.
 func (n *Network) GC(ctx context.Context, valid []Pod) error {
 	end := n.cfg.Waits.Begin("CNI operations before GC", "all networks")
 	err := n.passGate(ctx, wholeGate)

@@ -121,8 +121,7 @@ var skelFuncs = skel.CNIFuncs{
 		}
 		return types.PrintResult(&types100.Result{}, conf.CNIVersion)
 	},
-	Check: func(*skel.CmdArgs) error { return errors.New("never connected") },
-	Del:   func(*skel.CmdArgs) error { return nil },
+	Del: func(*skel.CmdArgs) error { return nil },
 }
 
 // bed is a Network with its own directories and fake plugins.

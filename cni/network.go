@@ -2,24 +2,25 @@
 //
 // # Contract
 //
-// A Network follows one configuration directory. New pods join the network of the first valid file
-// in lexical order (Plan). Status reports whether pods can join at all. Both answer from memory.
-// One owner goroutine watches and reads the directory, finds the plugins, and runs their STATUS. It
-// publishes the result as an immutable view.
+// A [Network] follows one configuration directory. New pods join the network of the first valid
+// file in lexical order ([Network.Plan]). [Network.Status] reports whether pods can join at all.
+// Both answer from memory. One owner goroutine watches and reads the directory, finds the plugins,
+// and runs their STATUS. It publishes the result as an immutable view.
 //
-// An Attachment holds the configuration of a pod's ADD. The caller stores it before Add. Del and
-// Check use only the Attachment, so a configuration may change or vanish while pods use it. The
-// caller runs Del after every Add, including a failed one, until Del returns nil. It never runs two
+// An Attachment holds the configuration of a pod's ADD. The caller stores it before Add. Del uses
+// only the Attachment, so a configuration may change or vanish while pods use it. The caller runs
+// Del after every Add, including a failed one, until Del returns nil. It never runs two
 // operations for one pod at the same time.
 //
 // Each plugin runs in a separate cgroup (runs.go). If it does not exit within Config.Timeout, it is
 // killed with its children. A caller's context does not stop it, because a plugin that is killed
-// half-way may not be able to continue later. If the daemon stops (Leave) or is killed, its plugins
-// continue. New of the next daemon waits for them and kills hung ones. The pod's network namespace
-// comes from netns.New, which brings the loopback interface up, so no loopback plugin is needed.
+// half-way may not be able to continue later. If the daemon stops ([Network.Leave]) or is killed,
+// its plugins continue. [New] of the next daemon waits for them and kills hung ones. The pod's
+// network namespace comes from netns.New, which brings the loopback interface up, so no loopback
+// plugin is needed.
 //
-// A built-in plugin (Config.BuiltIn) is a function call. It may end with the daemon at any
-// instruction, and its DEL must handle that.
+// A built-in plugin ([BuiltIn]) is a function call. It may end with the daemon at any instruction,
+// and its DEL must handle that.
 //
 // Specification: CNI 1.1.0. Configurations from 0.1.0 to 1.1.0 are supported.
 package cni
@@ -45,7 +46,7 @@ import (
 const IfName = "eth0"
 
 const (
-	// DefaultTimeout bounds one ADD, DEL or CHECK. Twice this time is less than kubelet's timeout
+	// DefaultTimeout bounds one ADD or DEL. Twice this time is less than kubelet's timeout
 	// of RunPodSandbox, so a hung ADD can be undone. This time is less than kubelet's timeout of
 	// StopPodSandbox, so the error can name the plugin that hung.
 	DefaultTimeout = 110 * time.Second
@@ -55,14 +56,11 @@ const (
 	maxViewAge = time.Second
 	// refreshPatience bounds the wait of Status for a reload and the plugins' answers.
 	refreshPatience = time.Second
-	// maxObstaclesAge is how long the result of a search for obstacles is used. It is long because
-	// a firewall may have many rules.
-	maxObstaclesAge = time.Minute
 	// wholeGate is the gate's weight for GC. It exceeds any number of operations.
 	wholeGate = math.MaxInt64
 )
 
-// Config has the paths and limits of a Network. All paths are absolute.
+// Config has the paths and limits of a [Network]. All paths are absolute.
 type Config struct {
 	ConfDir  string   // configuration files; may not exist
 	BinDirs  []string // plugin directories, first match wins; plugins get them as CNI_PATH
@@ -70,7 +68,7 @@ type Config struct {
 	// notes of running plugins, lost at a reboot; "": plugins run without notes and cgroups, and
 	// their children can outlive them
 	RunDir  string
-	Timeout time.Duration // of one ADD, DEL or CHECK; 0: DefaultTimeout
+	Timeout time.Duration // of one ADD or DEL; 0: DefaultTimeout
 	Waits   *task.Waits   // register of waits; may be nil
 
 	// Ran is called after each run of a plugin, with the plugin's type and the verb, unless the
@@ -86,8 +84,8 @@ type Config struct {
 // specification section 3. Errors have the type *types.Error. ctx bounds waits.
 type BuiltIn func(ctx context.Context, stdin []byte, environ []string) (stdout []byte, err error)
 
-// Network runs plugins for the network configured in a directory. Its methods may be called
-// concurrently.
+// Network runs plugins for the network configured in a directory. [New] opens it. Its methods may
+// be called concurrently.
 type Network struct {
 	cfg     Config
 	log     *slog.Logger
@@ -109,7 +107,7 @@ type Network struct {
 	leave context.CancelFunc
 
 	stop context.CancelFunc
-	done sync.WaitGroup // the owner goroutine, its STATUS rounds and searches
+	done sync.WaitGroup // the owner goroutine and its STATUS rounds
 }
 
 // New opens a network. It first waits some seconds for plugins of an earlier daemon with the same
@@ -167,8 +165,8 @@ func (c Config) validate() error {
 // Unavailable at once. Running plugins continue. The next daemon reads their notes in RunDir.
 func (n *Network) Leave() { n.leave() }
 
-// Close stops following the directory and cancels STATUS. Running Add, Del, Check and GC calls are
-// not affected.
+// Close stops following the directory and cancels STATUS. Running Add, Del and GC calls are not
+// affected.
 func (n *Network) Close() {
 	n.stop()
 	n.done.Wait()
@@ -224,7 +222,7 @@ func (n *Network) endRound() {
 }
 
 // AskStatus runs STATUS and waits for its result, for at most ten seconds or until ctx ends. It
-// returns the same errors as Status.
+// returns the same errors as [Network.Status].
 func (n *Network) AskStatus(ctx context.Context) error {
 	v := n.view.Load()
 	switch {
@@ -242,7 +240,7 @@ func (n *Network) AskStatus(ctx context.Context) error {
 }
 
 // SetIPRanges sets the address ranges of new pods. STATUS uses them at once. The caller passes them
-// to Add in Pod.IPRanges, because a pod keeps its ranges.
+// to [Network.Add] in the IPRanges of a [Pod], because a pod keeps its ranges.
 func (n *Network) SetIPRanges(ranges [][]IPRange) {
 	n.ranges.Store(&ranges)
 	n.askRefresh()
@@ -274,9 +272,9 @@ func (n *Network) askRefresh() {
 	}
 }
 
-// Plan returns the attachment of a new pod, which the caller stores before Add. It returns
-// FailedPrecondition without a valid configuration. Plan ignores STATUS, because the plugin refuses
-// an ADD that it cannot do.
+// Plan returns the attachment of a new pod, which the caller stores before [Network.Add]. It
+// returns FailedPrecondition without a valid configuration. Plan ignores STATUS, because the plugin
+// refuses an ADD that it cannot do.
 func (n *Network) Plan() (Attachment, error) {
 	v := n.view.Load()
 	if v.net == nil {
@@ -295,7 +293,6 @@ type Info struct {
 	Plugins    []string  `json:"plugins,omitempty"`    // their types, in chain order
 	Skipped    []Skipped `json:"skipped,omitempty"`    // invalid files before it
 	Error      string    `json:"error,omitempty"`      // the reason why the network is not ready
-	Obstacles  []string  `json:"obstacles,omitempty"`  // problems that do not prevent readiness, with their fixes
 	At         time.Time `json:"at"`                   // when the configuration was last read
 }
 
@@ -314,9 +311,6 @@ func (n *Network) Info() Info {
 	}
 	if v.net != nil {
 		info.File, info.Network, info.CNIVersion = v.net.file, v.net.list.Name, v.net.list.CNIVersion
-		for _, o := range v.obstacles {
-			info.Obstacles = append(info.Obstacles, o.Problem+": "+o.Fix)
-		}
 		for _, p := range v.net.list.Plugins {
 			info.Plugins = append(info.Plugins, p.Network.Type)
 		}

@@ -34,10 +34,6 @@ type view struct {
 
 	asked     bool  // STATUS has run, or net's version has no STATUS
 	statusErr error // the error of STATUS
-
-	obstacles   []Obstacle
-	obstaclesAt time.Time    // when the last search ended, with or without success
-	obstaclesOf *[][]IPRange // the ranges that the last search used
 }
 
 func (v *view) ready() error {
@@ -71,10 +67,6 @@ type owner struct {
 	probing  *network // the network whose STATUS runs; nil: none
 	endProbe context.CancelFunc
 	statuses chan status
-
-	searching bool   // a search for obstacles runs
-	searchErr string // the last failure to search; it is logged once
-	searches  chan search
 }
 
 // status is the result of one round of VERSION and STATUS.
@@ -87,7 +79,7 @@ type status struct {
 }
 
 func newOwner(ctx context.Context, n *Network) *owner {
-	o := &owner{n: n, ctx: ctx, statuses: make(chan status), searches: make(chan search)}
+	o := &owner{n: n, ctx: ctx, statuses: make(chan status)}
 	o.openWatch()
 	return o
 }
@@ -135,8 +127,6 @@ func (o *owner) run() {
 			o.reload()
 		case s := <-o.statuses:
 			o.endStatus(s)
-		case s := <-o.searches:
-			o.endSearch(s)
 		}
 	}
 }
@@ -188,7 +178,6 @@ func (o *owner) reload() {
 	if v.net.same(old.net) {
 		v.net, v.asked, v.statusErr = old.net, old.asked, old.statusErr
 		v.plugins, v.versioned, v.versionErr = old.plugins, old.versioned, old.versionErr
-		v.obstacles, v.obstaclesAt, v.obstaclesOf = old.obstacles, old.obstaclesAt, old.obstaclesOf
 	}
 	if v.net != nil {
 		var plugins []program
@@ -306,7 +295,6 @@ func (o *owner) endStatus(s status) {
 		o.n.log.Info("CNI network ready", "network", s.net.list.Name)
 		o.n.announce()
 	}
-	o.startSearch()
 	o.n.endRound()
 }
 

@@ -107,7 +107,6 @@ func TestRealPlugins(t *testing.T) {
 		t.Fatalf("addresses %v, want IPv4 then IPv6 as the configuration has them", result.IPs)
 	}
 	att := b.add(client)
-	testutil.Must(t, b.n.Check(ctx, att, client)) // not of the server, because portmap 1.1.1 expects IPv4 rules in ip6tables
 	wantAddresses(t, server.NetNS, result)
 	stop := serveHello(t, server.NetNS, ":80")
 	defer stop()
@@ -120,9 +119,6 @@ func TestRealPlugins(t *testing.T) {
 	testutil.Must(t, b.n.Del(ctx, att, server))
 	testutil.Must(t, b.n.Del(ctx, att, server))
 	testutil.Must(t, netns.In(client.NetNS, func() error { return netlink.LinkDel(&netlink.Device{LinkAttrs: netlink.LinkAttrs{Name: IfName}}) }))
-	if err := b.n.Check(ctx, att, client); err == nil {
-		t.Error("CHECK of a pod that lost its interface succeeded")
-	}
 	testutil.Must(t, netns.Remove(client.NetNS))
 	testutil.Must(t, b.n.Del(ctx, att, client)) // the namespace is gone
 	if got := b.allocated(); len(got) != 0 {
@@ -269,7 +265,6 @@ func TestRealPluginsGC(t *testing.T) {
 	if got := b.allocated(); len(got) != 2 {
 		t.Errorf("allocated %v, want the two of the kept pod", got)
 	}
-	testutil.Must(t, b.n.Check(context.Background(), b.plan(), kept))
 	// DEL is repeated until it succeeds, as callers do: iptables once reported its chain as busy.
 	testutil.Eventually(t, "the kept pod is detached", func() bool {
 		err := b.n.Del(context.Background(), b.plan(), kept)

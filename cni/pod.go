@@ -13,7 +13,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Pod is the input of plugins for one pod. DEL needs the same input as ADD.
+// Pod is the input of plugins for one pod, from [NewPod]. DEL needs the same input as ADD.
 type Pod struct {
 	ID        string // the container ID of CNI
 	Name      string
@@ -28,7 +28,6 @@ type Pod struct {
 	IPRanges     [][]IPRange
 	PreferredIPs []netip.Addr // of berth's own: addresses to assign if they are free
 	CgroupPath   string
-	Aliases      []string
 }
 
 // PortMapping opens a port of the host for the pod.
@@ -71,11 +70,10 @@ const (
 	capIPRanges     = "ipRanges"
 	capPreferredIPs = "preferredIPs" // berth-net's own; the capability ips of CNI fails if an address is used
 	capCgroupPath   = "cgroupPath"
-	capAliases      = "aliases"
 )
 
 // NewPod translates a CRI pod config. It returns InvalidArgument for invalid ports, bandwidth
-// annotations, and names that Validate refuses.
+// annotations, and names that [Pod.Validate] refuses.
 func NewPod(id, netns string, cfg *runtimeapi.PodSandboxConfig) (Pod, error) {
 	ports, err := portMappings(cfg.GetPortMappings())
 	if err != nil {
@@ -256,9 +254,6 @@ func (p Pod) capabilityArgs() map[string]any {
 	}
 	if p.CgroupPath != "" {
 		args[capCgroupPath] = p.CgroupPath
-	}
-	if len(p.Aliases) > 0 {
-		args[capAliases] = p.Aliases
 	}
 	return args
 }

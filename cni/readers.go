@@ -4,7 +4,6 @@ import (
 	"context"
 	"iter"
 	"log/slog"
-	"maps"
 
 	"github.com/containernetworking/cni/libcni"
 )
@@ -16,12 +15,10 @@ type Readers struct {
 	IPAMs   []IPAMReader
 }
 
-// PluginReader inspects a plugin that assigns addresses. conf is the plugin configuration that
-// STATUS gets. If the plugin refuses conf, the methods return no item and no error, because the
-// plugin has never attached a pod with it. The methods change nothing.
+// PluginReader inspects a plugin that assigns addresses. conf is the plugin configuration that GC
+// gets, maybe of an earlier version of the plugin. If it names no network, the methods return no
+// item and no error, because the plugin has never attached a pod with it. The methods change nothing.
 type PluginReader interface {
-	// Obstacles finds settings of the node that restrict the network's pods.
-	Obstacles(conf []byte) ([]Obstacle, error)
 	// Reservations returns the addresses that the plugin keeps for pods.
 	Reservations(conf []byte) ([]Reservation, error)
 	// Objects returns the network devices and host ports that the plugin created for pods.
@@ -39,9 +36,6 @@ type IPAMReader interface {
 	// ReleaseOrphans releases addresses whose reservations lost their pod ID in a power failure.
 	ReleaseOrphans(ctx context.Context, list *libcni.NetworkConfigList, log *slog.Logger) error
 }
-
-// Obstacle is a setting of the node, such as a firewall's policy, that restricts attached pods.
-type Obstacle struct{ Problem, Fix string }
 
 // Reservation is a file that reserves an address for a pod.
 type Reservation struct {
@@ -63,7 +57,7 @@ func (r Readers) Reservations(lists ...[]byte) ([]Reservation, error) {
 				return nil, err
 			}
 		}
-		for reader, conf := range r.plugins(list, nil) {
+		for reader, conf := range r.plugins(list) {
 			if err := all.add(reader.Reservations(conf)); err != nil {
 				return nil, err
 			}
@@ -76,7 +70,7 @@ func (r Readers) Reservations(lists ...[]byte) ([]Reservation, error) {
 func (r Readers) Objects(lists ...[]byte) ([]Object, error) {
 	var all distinct[Object]
 	for _, list := range parseDistinct(lists) {
-		for reader, conf := range r.plugins(list, nil) {
+		for reader, conf := range r.plugins(list) {
 			if err := all.add(reader.Objects(conf)); err != nil {
 				return nil, err
 			}
@@ -97,25 +91,14 @@ func (r Readers) KnowsAddressesOf(list []byte) bool {
 			return true
 		}
 	}
-	for range r.plugins(network, nil) {
+	for range r.plugins(network) {
 		return true
 	}
 	return false
 }
 
-func (r Readers) obstacles(list *libcni.NetworkConfigList, ranges *[][]IPRange) (all []Obstacle, err error) {
-	for reader, conf := range r.plugins(list, ranges) {
-		found, err := reader.Obstacles(conf)
-		if err != nil {
-			return nil, err
-		}
-		all = append(all, found...)
-	}
-	return all, nil
-}
-
 // plugins yields each plugin of a list that has a reader, with its configuration.
-func (r Readers) plugins(list *libcni.NetworkConfigList, ranges *[][]IPRange) iter.Seq2[PluginReader, []byte] {
+func (r Readers) plugins(list *libcni.NetworkConfigList) iter.Seq2[PluginReader, []byte] {
 	return func(yield func(PluginReader, []byte) bool) {
 		for _, p := range list.Plugins {
 			reader := r.Plugins[p.Network.Type]
@@ -123,7 +106,6 @@ func (r Readers) plugins(list *libcni.NetworkConfigList, ranges *[][]IPRange) it
 				continue
 			}
 			inject := map[string]any{"name": list.Name, "cniVersion": list.CNIVersion}
-			maps.Copy(inject, rangesConfig(p, ranges))
 			conf, err := libcni.InjectConf(p, inject)
 			if err != nil {
 				continue // such a network never had a pod

@@ -16,8 +16,7 @@ import (
 
 // Result is the result of a pod's ADD.
 type Result struct {
-	IPs []netip.Addr    `json:"ips"` // primary first; empty for a network without addresses
-	Raw json.RawMessage `json:"raw"` // the result as JSON, in the configuration's CNI version
+	IPs []netip.Addr // primary first; empty for a network without addresses
 }
 
 // checkResult refuses output that makes libcni panic. libcni expects an object. When it converts
@@ -44,10 +43,6 @@ func checkResult(stdout []byte) error {
 }
 
 func newResult(r types.Result, ifName string) (Result, error) {
-	raw, err := json.Marshal(r)
-	if err != nil {
-		return Result{}, errdefs.Internal("CNI result: %w", err)
-	}
 	current, err := types100.NewResultFromResult(r)
 	if err != nil {
 		return Result{}, errdefs.Internal("CNI result: %w", err)
@@ -56,7 +51,7 @@ func newResult(r types.Result, ifName string) (Result, error) {
 	if err != nil {
 		return Result{}, errdefs.Internal("CNI result: %w", err)
 	}
-	return Result{IPs: ips, Raw: raw}, nil
+	return Result{IPs: ips}, nil
 }
 
 // podIPs returns the addresses of the pod's interface in the order of the result, primary first.

@@ -49,8 +49,9 @@ type runs struct {
 	absent error            // the reason if groups is nil
 	log    *slog.Logger
 
-	mu   sync.Mutex // guards over
-	over []run      // runs whose plugins exited and left children, oldest first
+	mu sync.Mutex
+	// +checklocks:mu
+	over []run // runs whose plugins exited and left children, oldest first
 }
 
 // run is one execution of a plugin.
@@ -249,7 +250,9 @@ func (r *runs) read() (running []run, err error) {
 			r.forget(this)
 			continue
 		}
+		r.mu.Lock()
 		r.over = append(r.over, this)
+		r.mu.Unlock()
 	}
 	return running, nil
 }
@@ -321,8 +324,8 @@ func killAndRemove(group string, deadline time.Time) error {
 	}
 }
 
-// NotedRuns are the runs with a note in a Config's RunDir. A Network may use the directory at the
-// same time.
+// NotedRuns are the runs with a note in the RunDir of a [Config]. A [Network] may use the directory
+// at the same time.
 type NotedRuns struct {
 	prefix string
 	names  map[string]bool

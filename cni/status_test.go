@@ -128,9 +128,6 @@ func TestSkeletonPlugin(t *testing.T) {
 	defer func() { testutil.Must(t, netns.Remove(pod.NetNS)) }()
 	att := b.add(pod)
 	testutil.Must(t, n.GC(ctx, []Pod{pod}))
-	if err := n.Check(ctx, att, pod); err == nil || !strings.Contains(err.Error(), "never connected") {
-		t.Errorf("check: %v", err)
-	}
 	testutil.Must(t, n.Del(ctx, att, pod))
 	list := n.view.Load().net.list
 	if err := n.runVerb(ctx, list, list.Plugins[0], "NONSENSE", nil); !errors.Is(err, errVerbUnknown) {
@@ -331,4 +328,31 @@ func (s *safeText) String() string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.text.String()
+}
+
+// builtInList is a network of the plugin built-in.
+const builtInList = `{"cniVersion":"1.1.0","name":"pods","plugins":[{"type":"built-in","subnets":["10.99.0.0/24"],"capabilities":{"ipRanges":true}}]}`
+
+// Ranges may change while STATUS runs.
+func TestStatusGetsRanges(t *testing.T) {
+	b := newBed(t)
+	b.plugin("built-in", `[ -e $record/go ] || { touch $record/asked; while [ ! -e $record/go ]; do sleep 0.01; done; }
+grep -q 10.1.2.0/24 $record/built-in.STATUS.stdin || { echo '{"code":50,"msg":"the subnet overlaps"}'; exit 1; }`)
+	b.writeConf("1.conflist", builtInList)
+	n := b.start()
+	testutil.Eventually(t, "STATUS is asked", func() bool { _, err := os.Stat(b.record + "/asked"); return err == nil })
+	ranges, err := ParsePodCIDRs("10.1.2.0/24")
+	testutil.Must(t, err)
+	n.SetIPRanges(ranges)
+	testutil.Must(t, os.WriteFile(b.record+"/go", nil, 0o600))
+	b.ready(true)
+	if seen := b.saw("built-in.STATUS.stdin"); !strings.Contains(seen, `"runtimeConfig":{"ipRanges":[[{"subnet":"10.1.2.0/24"}]]}`) {
+		t.Errorf("STATUS saw %s", seen)
+	}
+	testutil.Must(t, n.AskStatus(t.Context()))
+	n.SetIPRanges(nil)
+	testutil.Eventually(t, "the plugin's error", func() bool {
+		err := n.Status(context.Background())
+		return errdefs.Code(err) == codes.Unavailable && strings.Contains(err.Error(), "the subnet overlaps")
+	})
 }

@@ -133,11 +133,60 @@ func TestPagesNameTheirReaders(t *testing.T) {
 	}
 }
 
+// The package table of architecture.md names every package, and no other. A name in the first column
+// is a path, or a sibling of the row's first package. In the second column it is a package below
+// the first one, or beside it.
+func TestArchitectureNamesEveryPackage(t *testing.T) {
+	t.Parallel()
+	packages := map[string]bool{"integration": true} // the packages below it are tests
+	for _, suffix := range []string{".go", ".c"} {
+		for path := range files(t, suffix) {
+			dir, err := filepath.Rel(checkout, filepath.Dir(path))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if top, _, _ := strings.Cut(dir, "/"); top != "integration" && top != "contrib" && filepath.Base(dir) != "testdata" {
+				packages[dir] = true
+			}
+		}
+	}
+	_, table, _ := strings.Cut(read(t, "architecture.md"), "| package | contract |\n")
+	rows := regexp.MustCompile("(?m)^\\| (`.*?) \\| (.*) \\|$").FindAllStringSubmatch(table, -1)
+	name := regexp.MustCompile("`([a-z][a-z0-9/-]*)`")
+	missing := maps.Clone(packages)
+	for _, row := range rows {
+		first := name.FindStringSubmatch(row[1])[1]
+		for _, named := range name.FindAllStringSubmatch(row[1]+row[2], -1) {
+			paths := []string{named[1], filepath.Join(first, named[1]), filepath.Join(filepath.Dir(first), named[1])}
+			i := slices.IndexFunc(paths, func(path string) bool { return packages[path] })
+			if i < 0 {
+				t.Errorf("architecture.md names %s in the row of %s, which is no package", named[1], first)
+				continue
+			}
+			delete(missing, paths[i])
+		}
+	}
+	for path := range missing {
+		t.Errorf("architecture.md does not name the package %s", path)
+	}
+}
+
 func TestOverviewsAreShort(t *testing.T) {
 	t.Parallel()
 	for page, limit := range map[string]int{"../README.md": 130, "architecture.md": 200} {
 		if n := strings.Count(read(t, page), "\n"); n > limit {
 			t.Errorf("%s has %d lines, want at most %d", page, n, limit)
+		}
+	}
+}
+
+// Pages of results begin with them. How they were obtained follows.
+func TestResultsComeFirst(t *testing.T) {
+	t.Parallel()
+	for _, page := range []string{"performance.md", "reliability.md"} {
+		before, _, found := strings.Cut(read(t, page), "\n|")
+		if n := strings.Count(before, "\n"); !found || n >= 10 {
+			t.Errorf("%s has %d lines before its first table, want less than 10", page, n)
 		}
 	}
 }
@@ -159,6 +208,25 @@ func TestDecisions(t *testing.T) {
 		}
 		if !strings.Contains(index, "("+filepath.Base(page)+")") {
 			t.Errorf("adr/README.md does not list %s", page)
+		}
+	}
+}
+
+// An accepted decision says what it costs and when it can go. One that only sets a rule says so.
+func TestDecisionsStateTheirCost(t *testing.T) {
+	t.Parallel()
+	pages, err := filepath.Glob("adr/[0-9]*.md")
+	if err != nil || len(pages) == 0 {
+		t.Fatalf("no decisions: %v", err)
+	}
+	cost := regexp.MustCompile(`^(None: a rule\.|About [\d,]+ lines .*\. Remove .* when .*\.)$`)
+	for _, page := range pages {
+		content := read(t, page)
+		_, section, _ := strings.Cut(content, "\n## Cost\n")
+		section, _, _ = strings.Cut(section, "\n## ")
+		text := strings.Join(strings.Fields(section), " ")
+		if strings.Contains(content, "\nStatus: accepted") && !cost.MatchString(text) {
+			t.Errorf("%s has the cost %q; want \"About N lines (packages). Remove it when …\" or \"None: a rule.\"", page, text)
 		}
 	}
 }

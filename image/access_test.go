@@ -1,4 +1,4 @@
-package image
+package image_test
 
 import (
 	"fmt"
@@ -12,7 +12,7 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/image/registry"
+	"berth/image/pull"
 	"berth/image/registry/registrytest"
 	"berth/image/unpack"
 )
@@ -75,9 +75,9 @@ func TestPrivateLayerIsNotServedToOthers(t *testing.T) {
 			attacker.PutImage("attacker", "v1", "his own configuration", private)
 			attacker.Before = denyBlob("attacker", private, tc.head, tc.get)
 			root := t.TempDir()
-			s := openStore(t, Config{Root: root})
-			pull(t, s, victim.Host()+"/victim:v1")
-			attack := func(s *Store, when string) {
+			s := openStore(t, pull.Config{Root: root})
+			mustPull(t, s, victim.Host()+"/victim:v1")
+			attack := func(s *node, when string) {
 				t.Helper()
 				_, err := s.Pull(t.Context(), attacker.Host()+"/attacker:v1", nil)
 				wantCode(t, err, tc.want, digest.FromBytes(private.Blob).String())
@@ -89,7 +89,7 @@ func TestPrivateLayerIsNotServedToOthers(t *testing.T) {
 			if err := s.Close(); err != nil {
 				t.Fatal(err)
 			}
-			s = openStore(t, Config{Root: root})
+			s = openStore(t, pull.Config{Root: root})
 			attack(s, "after a restart")
 			if n := downloads(victim, private); !tc.same && n != 1 {
 				t.Errorf("the private layer was fetched %d times", n)
@@ -102,7 +102,7 @@ func TestPrivateLayerIsNotServedToOthers(t *testing.T) {
 func TestDownloadOfAPrivateLayerIsNotSharedWithOthers(t *testing.T) {
 	private := gzipped(t, "secret", "private")
 	reg := registrytest.New(t)
-	s := openStore(t, Config{})
+	s := openStore(t, pull.Config{})
 	reg.PutImage("victim", "v1", "", private)
 	reg.PutImage("attacker", "v1", "his own configuration", private)
 	arrived, open := make(chan struct{}, 10), make(chan struct{})
@@ -146,9 +146,9 @@ func TestPresentLayerRequests(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			reg := registrytest.New(t)
-			s := openStore(t, Config{})
+			s := openStore(t, pull.Config{})
 			reg.PutImage("app", "v1", "", base)
-			first := pull(t, s, reg.Host()+"/app:v1")
+			first := mustPull(t, s, reg.Host()+"/app:v1")
 			second := reg
 			if tc.elsewhere {
 				second = registrytest.New(t)
@@ -157,7 +157,7 @@ func TestPresentLayerRequests(t *testing.T) {
 			second.PutImage(tc.repository, "v3", "a third one", base)
 			second.Before = tc.before
 			heads, gets := asked(second, http.MethodHead, base), downloads(second, base)
-			img := pull(t, s, second.Host()+"/"+tc.repository+":v2")
+			img := mustPull(t, s, second.Host()+"/"+tc.repository+":v2")
 			if h, g := asked(second, http.MethodHead, base)-heads, downloads(second, base)-gets; h != tc.heads || g != tc.gets {
 				t.Errorf("%d HEAD, %d GET, want %d and %d", h, g, tc.heads, tc.gets)
 			}
@@ -165,8 +165,8 @@ func TestPresentLayerRequests(t *testing.T) {
 				t.Errorf("layers %v and %v", first.Layers, img.Layers)
 			}
 			all := second.Count("/blobs/" + digest.FromBytes(base.Blob).String())
-			pull(t, s, second.Host()+"/"+tc.repository+":v2")
-			pull(t, s, second.Host()+"/"+tc.repository+":v3")
+			mustPull(t, s, second.Host()+"/"+tc.repository+":v2")
+			mustPull(t, s, second.Host()+"/"+tc.repository+":v3")
 			if n := second.Count("/blobs/"+digest.FromBytes(base.Blob).String()) - all; n != 0 {
 				t.Errorf("%d requests for the layer by later pulls from the repository", n)
 			}
@@ -186,10 +186,10 @@ func denyHead(w http.ResponseWriter, r *http.Request) bool {
 // kept as it is.
 func TestHeldLayerOfARemovedImageIsFetchedAgain(t *testing.T) {
 	reg := registrytest.New(t)
-	s := openStore(t, Config{})
+	s := openStore(t, pull.Config{})
 	base := gzipped(t, "base", "x")
 	reg.PutImage("app", "v1", "", base)
-	img := pull(t, s, reg.Host()+"/app:v1")
+	img := mustPull(t, s, reg.Host()+"/app:v1")
 	if _, err := s.Hold("container", img.Layers); err != nil {
 		t.Fatal(err)
 	}
@@ -200,7 +200,7 @@ func TestHeldLayerOfARemovedImageIsFetchedAgain(t *testing.T) {
 	_, err := s.Pull(t.Context(), reg.Host()+"/app:v1", nil)
 	wantCode(t, err, codes.PermissionDenied)
 	reg.Before = nil
-	again := pull(t, s, reg.Host()+"/app:v1")
+	again := mustPull(t, s, reg.Host()+"/app:v1")
 	if got := readFile(t, s, again, "base"); got != "x" || again.Layers[0] != img.Layers[0] {
 		t.Errorf("the file holds %q, layers %v and %v", got, img.Layers, again.Layers)
 	}
@@ -210,13 +210,13 @@ func TestHeldLayerOfARemovedImageIsFetchedAgain(t *testing.T) {
 // layer once.
 func TestPullsOfOneImageFetchALayerOnce(t *testing.T) {
 	reg := registrytest.New(t)
-	s := openStore(t, Config{})
+	s := openStore(t, pull.Config{})
 	base, slow := gzipped(t, "base", "x"), gzipped(t, "slow", "y")
 	reg.PutImage("app", "v1", "", base, slow)
 	g := gateBlob(reg, slow.Blob)
 	one := pullLater(t.Context(), s, reg.Host()+"/app:v1")
 	<-g.arrived
-	eventually(t, "the first layer is here", func() bool { return len(s.layers.List()) == 1 })
+	eventually(t, "the first layer is here", func() bool { return len(s.LayerNames()) == 1 })
 	two := pullLater(t.Context(), s, reg.Host()+"/app:v1")
 	eventually(t, "both pulls wait for the layer", downloading(s, 2))
 	close(g.open)
@@ -233,7 +233,7 @@ func TestPullsOfOneImageFetchALayerOnce(t *testing.T) {
 // An image in the store serves only those whose credentials its repository accepts.
 func TestPullWithOtherCredentials(t *testing.T) {
 	reg := registrytest.New(t)
-	s := openStore(t, Config{})
+	s := openStore(t, pull.Config{})
 	base := gzipped(t, "base", "x")
 	reg.PutImage("app", "v1", "", base)
 	reg.PutImage("app", "v2", "another configuration", base)
@@ -265,63 +265,6 @@ func TestPullWithOtherCredentials(t *testing.T) {
 	}
 }
 
-// The closest origin counts, whichever image comes first. A name that only has the same beginning
-// is another repository.
-func TestOriginsFindClosest(t *testing.T) {
-	layer := func(n int) digest.Digest { return digest.FromString(fmt.Sprint(n)) }
-	one, two := "sha256:"+strings.Repeat("1", 64), "sha256:"+strings.Repeat("2", 64)
-	ref, err := registry.ParseReference("reg.example/app:v1")
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, tc := range []struct {
-		name  string
-		names []string // of an image with the layers 1 and 2
-		want  origin   // of the layer 2
-	}{
-		{"a tag of the repository", []string{"other.example/app:v1", "reg.example/app:v3"}, fromRepository},
-		{"a digest of the repository", []string{"reg.example/app@" + one}, fromRepository},
-		{"another repository", []string{"reg.example/apple:v1"}, fromRegistry},
-		{"a repository below it", []string{"reg.example/app/part:v1"}, fromRegistry},
-		{"another registry", []string{"reg.example.org/app:v1"}, fromElsewhere},
-		{"another port", []string{"reg.example:5000/app:v1"}, fromElsewhere},
-		{"no name", nil, fromElsewhere},
-	} {
-		t.Run(tc.name, func(t *testing.T) {
-			x := &index{
-				byID:    map[string]*Image{one: {Layers: []digest.Digest{layer(1), layer(2)}}, two: {Layers: []digest.Digest{layer(1)}}},
-				records: map[string]record{one: {Tags: tc.names}, two: {Tags: []string{"reg.example/app:v2"}}},
-			}
-			got := x.origins(ref, []digest.Digest{layer(1), layer(2), layer(3)})
-			if got[layer(1)] != fromRepository || got[layer(2)] != tc.want || got[layer(3)] != fromElsewhere {
-				t.Errorf("got %v, want %d of layer 2", got, tc.want)
-			}
-		})
-	}
-}
-
-// BenchmarkOrigins looks up the layers of one image among those of a thousand images of the same
-// registry.
-func BenchmarkOrigins(b *testing.B) {
-	const layers = 10
-	x := &index{byID: map[string]*Image{}, records: map[string]record{}}
-	for i := range 1000 {
-		id := digest.FromString(fmt.Sprint(i)).String()
-		img := &Image{ID: id}
-		for l := range layers {
-			img.Layers = append(img.Layers, digest.FromString(fmt.Sprint(i, l)))
-		}
-		x.byID[id], x.records[id] = img, record{Tags: []string{fmt.Sprint("reg.example/app:", i)}, Digests: []string{"reg.example/app@" + id}}
-	}
-	ref, err := registry.ParseReference("reg.example/other:v1")
-	if err != nil {
-		b.Fatal(err)
-	}
-	for b.Loop() {
-		x.origins(ref, x.byID[digest.FromString("7").String()].Layers)
-	}
-}
-
 // BenchmarkAccess pulls an image of eight layers that are here, from a registry that answers after
 // 20 ms.
 func BenchmarkAccess(b *testing.B) {
@@ -339,7 +282,7 @@ func benchmarkAccess(b *testing.B, repository string) {
 	}
 	reg.PutImage("app", "first", "", layers...)
 	reg.Before = func(http.ResponseWriter, *http.Request) bool { time.Sleep(20 * time.Millisecond); return false }
-	s, err := Open(b.Context(), Config{Root: b.TempDir(), Unpack: unpack.Layer}, slog.New(slog.DiscardHandler))
+	s, err := open(b.Context(), pull.Config{Root: b.TempDir(), Unpack: unpack.Layer}, slog.New(slog.DiscardHandler))
 	if err != nil {
 		b.Fatal(err)
 	}

@@ -1,4 +1,4 @@
-package image
+package image_test
 
 import (
 	"bytes"
@@ -14,6 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"berth/image"
+	"berth/image/pull"
 	"berth/image/registry/registrytest"
 	"berth/internal/testutil"
 )
@@ -45,24 +47,24 @@ func TestArtifact(t *testing.T) {
 	cfg := driversConfig(t)
 	for _, driver := range []string{"directory", "erofs"} {
 		t.Run(driver, func(t *testing.T) {
-			s := restart(t, nil, cfg.with(driver, nil))
-			img := pull(t, s, reg.Host()+"/model:v1")
+			s := restart(t, nil, with(cfg, driver, nil))
+			img := mustPull(t, s, reg.Host()+"/model:v1")
 			if img.Artifact == nil || img.Artifact.Type != modelType || img.Artifact.Manifest != top.Digest || len(img.Artifact.Files) != len(files) {
 				t.Fatalf("artifact %+v", img.Artifact)
 			}
 			wantCode(t, img.CheckRunnable(), codes.FailedPrecondition, reg.Host()+"/model:v1", modelType, "image volume")
 			wantArtifact(t, s, img, files)
-			again := pull(t, s, reg.Host()+"/model:v1")
+			again := mustPull(t, s, reg.Host()+"/model:v1")
 			if again.ID != img.ID {
 				t.Errorf("pulled again: %s, was %s", again.ID, img.ID)
 			}
-			s = restart(t, s, cfg.with(driver, nil))
+			s = restart(t, s, with(cfg, driver, nil))
 			kept, err := s.Get(img.ID)
 			if err != nil || kept.Artifact == nil || kept.Artifact.Type != modelType {
 				t.Fatalf("after a restart: %+v, %v", kept, err)
 			}
 			wantArtifact(t, s, kept, files)
-			wantCode(t, s.Save(t.Context(), io.Discard, SaveOptions{Refs: []string{kept.ID}}), codes.FailedPrecondition, "artifact")
+			wantCode(t, s.Save(t.Context(), io.Discard, image.SaveOptions{Refs: []string{kept.ID}}), codes.FailedPrecondition, "artifact")
 			testutil.Must(t, s.Remove(t.Context(), img.ID))
 			wantEmpty(t, s)
 			testutil.Must(t, s.Close())
@@ -71,7 +73,7 @@ func TestArtifact(t *testing.T) {
 }
 
 // wantArtifact mounts an artifact and compares its files.
-func wantArtifact(t *testing.T, s *Store, img *Image, files []registrytest.File) {
+func wantArtifact(t *testing.T, s *node, img *image.Image, files []registrytest.File) {
 	t.Helper()
 	spec, err := s.Hold("reader", img.Layers)
 	testutil.Must(t, err)
@@ -97,7 +99,7 @@ func wantArtifact(t *testing.T, s *Store, img *Image, files []registrytest.File)
 		t.Errorf("entries %v", entries)
 	}
 	for _, name := range img.Layers {
-		restored, err := s.layers.openTar(name)
+		restored, err := s.OpenLayer(name)
 		testutil.Must(t, err)
 		_, err = io.Copy(io.Discard, restored.Whole(t.Context()))
 		testutil.Must(t, err)
@@ -108,9 +110,9 @@ func wantArtifact(t *testing.T, s *Store, img *Image, files []registrytest.File)
 // Artifacts of hostile authors are refused before anything is downloaded.
 func TestArtifactFailures(t *testing.T) {
 	reg := registrytest.New(t)
-	s := openStore(t, Config{})
+	s := openStore(t, pull.Config{})
 	reg.PutArtifact("good", "v1", modelType, registrytest.File{Title: "f", Content: []byte("content")})
-	pull(t, s, reg.Host()+"/good:v1")
+	mustPull(t, s, reg.Host()+"/good:v1")
 	many := make([]registrytest.File, 2000)
 	for i := range many {
 		many[i] = registrytest.File{Title: strings.Repeat("d/", 20) + string(rune('a'+i%26)) + strings.Repeat("x", i/26), Content: []byte("x")}
@@ -135,7 +137,7 @@ func TestArtifactFailures(t *testing.T) {
 		ocispec.MediaTypeEmptyJSON, huge.Digest, huge.Digest, int64(1)<<50))
 	_, err := s.Pull(t.Context(), reg.Host()+"/hostile:huge", nil)
 	wantCode(t, err, codes.FailedPrecondition, "1125899906842624 bytes")
-	if images := s.List(); len(images) != 1 || len(s.layers.list()) != 1 {
-		t.Errorf("%d images, %d layers", len(images), len(s.layers.list()))
+	if images := s.List(); len(images) != 1 || len(s.LayerForms()) != 1 {
+		t.Errorf("%d images, %d layers", len(images), len(s.LayerForms()))
 	}
 }

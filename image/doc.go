@@ -1,25 +1,40 @@
-// Package image is the node's image store. It pulls images from registries (package
-// image/registry), stores their layers (package image/layer) and keeps records that survive
-// restarts and power failures.
+// Package image is the node's image store: which images there are, under which names, and which
+// layers they need. Package image/pull adds images, package image/layer has their layers, and
+// package image/lazy has the layers that are used before they are complete.
 //
-// # Contract
+// Four types explain the rest:
+//
+//   - [Image] is what a caller sees of an image. It is immutable.
+//   - [Snapshot] is all images of one moment. List, Get and the pulls read it behind an atomic
+//     pointer, and use neither locks nor the disk.
+//   - [Store] changes images. One writer at a time writes a record, and then shows the next
+//     Snapshot.
+//   - layer.Store, one for each form of layers (directories, EROFS), has the files. A layer's name is
+//     made of the digests of its blob and its tar.
+//
+// # A pull
+//
+// A pull acquires the layers of its image ([Store.Acquire]), so that nothing deletes them. It
+// creates the missing ones in a layer store, and commits the image ([Store.Commit]). The record is
+// written last, so an image exists from the moment its record is durable, and a partial image is
+// never visible. What a failed pull has received is kept for Config.PartialTTL, for the next pull,
+// and deleted before anything else.
+//
+// # A container
+//
+// A container holds its layers ([Store.Hold]) until it is removed ([Store.Release]). A layer stays
+// as long as an image, a holder or a pull needs it. Nothing is deleted before
+// [Store.CollectGarbage], because the holders of an earlier daemon may not have registered yet.
+//
+// # Names
 //
 // The ID of an image is the digest of its configuration. The configuration names the tars of the
 // layers but not the blobs, and images share a layer only if they name the same blob. If a second
 // image has the same configuration and other blobs, its ID is derived from both.
 //
-// An image exists from the moment its record is durable. The record is written after all layers, so
-// a partial image is never visible. What a failed pull has received is kept for Config.PartialTTL,
-// for the next pull, and deleted before anything else. Images are immutable: List and Get read a
-// snapshot behind an atomic pointer and use neither locks nor the disk. One writer at a time
-// changes records.
+// # Errors
 //
-// A layer stays as long as an image, a holder (a container) or a pull needs it. Nothing is deleted
-// before CollectGarbage, because the holders of an earlier daemon may not have registered yet.
-//
-// Errors carry gRPC codes. Pull keeps the codes of package registry, with one exception: kubelet
-// recognizes an unavailable registry by codes.Unknown and a text that begins with
-// "RegistryUnavailable" (k8s.io/cri-api/pkg/errors and k8s.io/cri-client PullImage). That error
-// must reach kubelet without a prefix. So must the error for an image that the signature
-// policy rejects, which begins with "SignatureValidationFailed".
+// Errors carry gRPC codes. Kubelet recognizes the error for an image that the signature policy
+// rejects by its text, which begins with "SignatureValidationFailed" (k8s.io/cri-api/pkg/errors).
+// That error must reach kubelet without a prefix.
 package image

@@ -17,7 +17,7 @@ import (
 
 // Image is an image of the node. It is shared and must not be changed.
 type Image struct {
-	ID          string              // "sha256:" and the digest of the configuration, or record.otherID
+	ID          string              // "sha256:" and the digest of the configuration, or imageRecord.otherID
 	RepoTags    []string            // normalized name:tag, sorted
 	RepoDigests []string            // normalized name@digest; the one pulled last is the last
 	Size        uint64              // bytes on disk: configuration and layers, shared layers in full
@@ -91,20 +91,20 @@ func ofContainers(c ocispec.ImageConfig) ocispec.ImageConfig {
 	}
 }
 
-// index is an immutable snapshot of all images.
-type index struct {
+// Snapshot is an immutable snapshot of all images.
+type Snapshot struct {
 	images  []*Image // sorted by ID
 	byID    map[string]*Image
-	byName  map[string]*Image // tags and digests
-	records map[string]record // by ID
-	bytes   uint64            // of all records, on disk
-	pinned  map[string]bool   // names that kubelet must not collect
+	byName  map[string]*Image      // tags and digests
+	records map[string]imageRecord // by ID
+	bytes   uint64                 // of all records, on disk
+	pinned  map[string]bool        // names that kubelet must not collect
 }
 
-// newIndex builds a snapshot of records and reuses the unchanged images of the last one, which may
+// newSnapshot builds a snapshot of records and reuses the unchanged images of the last one, which may
 // be nil. Every configuration in records parses: decodeRecord or the pull checked it.
-func newIndex(records map[string]record, last *index, pinned map[string]bool) *index {
-	x := &index{byID: map[string]*Image{}, byName: map[string]*Image{}, records: records, pinned: pinned}
+func newSnapshot(records map[string]imageRecord, last *Snapshot, pinned map[string]bool) *Snapshot {
+	x := &Snapshot{byID: map[string]*Image{}, byName: map[string]*Image{}, records: records, pinned: pinned}
 	for id, rec := range records {
 		x.bytes += rec.diskSize()
 		img := last.unchanged(id, rec)
@@ -122,7 +122,7 @@ func newIndex(records map[string]record, last *index, pinned map[string]bool) *i
 }
 
 // unchanged returns the image of a record if the record is the same as in x, else nil.
-func (x *index) unchanged(id string, rec record) *Image {
+func (x *Snapshot) unchanged(id string, rec imageRecord) *Image {
 	if x == nil || x.records[id].Sequence != rec.Sequence {
 		return nil
 	}
@@ -134,7 +134,7 @@ func (x *index) unchanged(id string, rec record) *Image {
 const minPrefix = 7
 
 // find returns the image that ref names, see Store.Get.
-func (x *index) find(ref string) (*Image, error) {
+func (x *Snapshot) find(ref string) (*Image, error) {
 	hex, isID := strings.CutPrefix(ref, "sha256:")
 	if img, ok := x.byID["sha256:"+hex]; ok {
 		return img, nil
@@ -149,7 +149,7 @@ func (x *index) find(ref string) (*Image, error) {
 	return x.findPrefix(ref, hex)
 }
 
-func (x *index) findPrefix(ref, hex string) (*Image, error) {
+func (x *Snapshot) findPrefix(ref, hex string) (*Image, error) {
 	if ref == "" {
 		return nil, errdefs.InvalidArgument("image reference is empty")
 	}
@@ -170,8 +170,8 @@ func (x *index) findPrefix(ref, hex string) (*Image, error) {
 	return x.images[first], nil
 }
 
-// record is the record of an image on disk.
-type record struct {
+// imageRecord is the record of an image on disk.
+type imageRecord struct {
 	Sequence uint64   `json:"sequence"` // of the write; if two records have a tag, the higher sequence owns it
 	Tags     []string `json:"tags,omitempty"`
 	Digests  []string `json:"digests,omitempty"`
@@ -197,8 +197,8 @@ const (
 )
 
 // decodeRecord decodes a record and checks that it belongs to the image id.
-func decodeRecord(id string, body []byte) (record, error) {
-	var rec record
+func decodeRecord(id string, body []byte) (imageRecord, error) {
+	var rec imageRecord
 	if err := json.Unmarshal(body, &rec); err != nil {
 		return rec, fmt.Errorf("decode: %w", err)
 	}
@@ -211,7 +211,7 @@ func decodeRecord(id string, body []byte) (record, error) {
 	return rec, nil
 }
 
-func (r record) config() (ocispec.Image, error) {
+func (r imageRecord) config() (ocispec.Image, error) {
 	var c ocispec.Image
 	if err := json.Unmarshal(r.Config, &c); err != nil {
 		return c, fmt.Errorf("decode configuration: %w", err)
@@ -233,8 +233,8 @@ func (r record) config() (ocispec.Image, error) {
 }
 
 // layers returns the names of the image's layers in the layer store, bottom first.
-func (r record) layers() []digest.Digest {
-	c, _ := r.config() // parsed before, see newIndex
+func (r imageRecord) layers() []digest.Digest {
+	c, _ := r.config() // parsed before, see newSnapshot
 	names := make([]digest.Digest, 0, len(c.RootFS.DiffIDs))
 	for i, diffID := range c.RootFS.DiffIDs {
 		from := layer.Source{DiffID: diffID}
@@ -248,7 +248,7 @@ func (r record) layers() []digest.Digest {
 
 // otherID returns the ID of an image if another image of the node has the same configuration with
 // other blobs.
-func (r record) otherID() string {
+func (r imageRecord) otherID() string {
 	var all strings.Builder
 	for _, d := range append([]digest.Digest{digest.FromBytes(r.Config)}, r.layers()...) {
 		all.WriteString("image " + d.String() + "\n")
@@ -257,8 +257,8 @@ func (r record) otherID() string {
 }
 
 // image returns the public form of a record.
-func (r record) image(id string, pinned map[string]bool) *Image {
-	c, _ := r.config() // parsed before, see newIndex
+func (r imageRecord) image(id string, pinned map[string]bool) *Image {
+	c, _ := r.config() // parsed before, see newSnapshot
 	img := &Image{
 		ID:          id,
 		RepoTags:    slices.Sorted(slices.Values(r.Tags)),
@@ -278,7 +278,7 @@ func (r record) image(id string, pinned map[string]bool) *Image {
 }
 
 // diskSize estimates the size of the record's file, in whole blocks.
-func (r record) diskSize() uint64 {
+func (r imageRecord) diskSize() uint64 {
 	const block, frame = 4096, 256 // frame: the bytes around Config and the names
 	n := frame + base64.StdEncoding.EncodedLen(len(r.Config))
 	for _, name := range slices.Concat(r.Tags, r.Digests, r.Registries) {
@@ -302,7 +302,7 @@ const maxDigests = 64
 
 // with returns a copy with one more name. The digest of this pull becomes the last one, for
 // DigestedReference; digests before the last maxDigests are dropped.
-func (r record) with(ref registry.Reference, d digest.Digest) record {
+func (r imageRecord) with(ref registry.Reference, d digest.Digest) imageRecord {
 	r.Tags, r.Digests = slices.Clone(r.Tags), slices.Clone(r.Digests)
 	if ref.Tag != "" && !slices.Contains(r.Tags, ref.String()) {
 		r.Tags = append(r.Tags, ref.String())
@@ -320,7 +320,7 @@ func (r record) with(ref registry.Reference, d digest.Digest) record {
 const maxRegistries = 16
 
 // servedBy returns a copy with one more registry, if host is not empty.
-func (r record) servedBy(host string) record {
+func (r imageRecord) servedBy(host string) imageRecord {
 	if host == "" || slices.Contains(r.Registries, host) {
 		return r
 	}
@@ -330,7 +330,7 @@ func (r record) servedBy(host string) record {
 }
 
 // without returns a copy without a tag.
-func (r record) without(tag string) record {
+func (r imageRecord) without(tag string) imageRecord {
 	r.Tags = slices.DeleteFunc(slices.Clone(r.Tags), func(t string) bool { return t == tag })
 	return r
 }
@@ -350,4 +350,61 @@ func pinnedNames(refs []string) (map[string]bool, error) {
 		names[r.String()] = true
 	}
 	return names, nil
+}
+
+// Named returns the image with a normalized name, or nil.
+func (x *Snapshot) Named(name string) *Image { return x.byName[name] }
+
+// List returns all images, sorted by ID. The caller must not change the slice.
+func (x *Snapshot) List() []*Image { return x.images }
+
+// MustBeWhole reports whether an image that a pull has resolved must not depend on its registry: it
+// is pinned.
+func (x *Snapshot) MustBeWhole(img *registry.Image, ref registry.Reference) bool {
+	names := []string{ref.String(), img.ConfigDigest.String()}
+	if img.Digest != "" {
+		names = append(names, ref.WithDigest(img.Digest))
+	}
+	if slices.ContainsFunc(names, func(name string) bool { return x.pinned[name] }) {
+		return true
+	}
+	recorded := x.byID[img.ConfigDigest.String()]
+	return recorded != nil && recorded.Pinned
+}
+
+// HasOrigin reports whether an image came from an archive, see Naming.
+func (x *Snapshot) HasOrigin(origin string) bool {
+	for _, rec := range x.records {
+		if slices.Contains(rec.Origins, origin) {
+			return true
+		}
+	}
+	return false
+}
+
+// Served are a layer and a registry that has served it.
+type Served struct {
+	Registry string
+	layer.Source
+}
+
+// ServedLayers returns the layers of the container images that registries have served.
+func (x *Snapshot) ServedLayers() (list []Served) {
+	seen := map[Served]bool{}
+	for _, rec := range x.records {
+		c, err := rec.config() // also compares the number of blobs
+		if err != nil || registry.ParseArtifact(rec.Config) != nil {
+			continue
+		}
+		for _, domain := range rec.Registries {
+			for i, blob := range rec.Blobs {
+				k := Served{domain, layer.Source{Blob: blob, DiffID: c.RootFS.DiffIDs[i]}}
+				if !seen[k] {
+					seen[k] = true
+					list = append(list, k)
+				}
+			}
+		}
+	}
+	return list
 }

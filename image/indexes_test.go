@@ -1,4 +1,4 @@
-package image
+package image_test
 
 import (
 	"bytes"
@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	blobindex "berth/image/lazy/index"
+	"berth/image/pull"
 	"berth/image/registry/registrytest"
 	"berth/image/unpack/inflate"
 	"berth/image/unpack/tarsplit"
@@ -24,9 +25,9 @@ import (
 )
 
 // indexConfig is the configuration of a store that makes indexes.
-func indexConfig(t *testing.T) Config {
+func indexConfig(t *testing.T) pull.Config {
 	t.Helper()
-	cfg := driversConfig(t).with("erofs", nil)
+	cfg := with(driversConfig(t), "erofs", nil)
 	cfg.IndexBytes = 64 << 20
 	return cfg
 }
@@ -54,22 +55,22 @@ func framed(t *testing.T, name string, content []byte) registrytest.Layer {
 }
 
 // settle waits until the indexer has nothing to do.
-func settle(t *testing.T, s *Store) {
+func settle(t *testing.T, s *node) {
 	t.Helper()
 	testutil.Eventually(t, "all indexes are made", func() bool {
-		return s.indexer.left.Load() == 0
+		return s.Lazy().Indexing() == 0
 	})
-	entries, err := os.ReadDir(filepath.Join(s.cfg.Root, indexesDir))
+	entries, err := os.ReadDir(filepath.Join(s.cfg.Root, "indexes"))
 	testutil.Must(t, err)
 	if n, _ := s.Indexes(); n != len(entries) {
 		t.Errorf("%d indexes, %d entries", n, len(entries))
 	}
 }
 
-func indexOf(t *testing.T, s *Store, l registrytest.Layer) *blobindex.Index {
+func indexOf(t *testing.T, s *node, l registrytest.Layer) *blobindex.Index {
 	t.Helper()
 	settle(t, s)
-	x, err := s.indexer.store.Get(digest.FromBytes(l.Blob))
+	x, err := s.Lazy().IndexStore().Get(digest.FromBytes(l.Blob))
 	testutil.Must(t, err)
 	return x
 }
@@ -107,7 +108,7 @@ func TestIndexRestoresTar(t *testing.T) {
 	small := plain(t, "small", "text")
 	reg.PutImage("image", "v1", "", append(layers, small)...)
 	s := openStore(t, cfg)
-	img := pull(t, s, reg.Host()+"/image:v1")
+	img := mustPull(t, s, reg.Host()+"/image:v1")
 	settle(t, s)
 	if n, _ := s.Indexes(); n != len(layers) {
 		t.Fatalf("%d indexes of %d layers", n, len(layers))
@@ -150,7 +151,7 @@ func TestIndexOfResumedPull(t *testing.T) {
 		t.Errorf("%d indexes after a failed pull", n)
 	}
 	c.limit.Store(-1)
-	pull(t, s, reg.Host()+"/image:v1")
+	mustPull(t, s, reg.Host()+"/image:v1")
 	if c.ranges() == 0 {
 		t.Error("the pull was not resumed")
 	}
@@ -162,12 +163,12 @@ func TestLayersWithoutIndex(t *testing.T) {
 	content := noise(2<<20, 3)
 	for name, tc := range map[string]struct {
 		layer func(t *testing.T) registrytest.Layer
-		cfg   func(*Config)
+		cfg   func(*pull.Config)
 	}{
-		"disabled":          {layer: func(t *testing.T) registrytest.Layer { return framed(t, "f", content) }, cfg: func(c *Config) { c.IndexBytes = 0 }},
-		"directory":         {layer: func(t *testing.T) registrytest.Layer { return framed(t, "f", content) }, cfg: func(c *Config) { c.Driver = "directory" }},
-		"small":             {layer: func(t *testing.T) registrytest.Layer { return framed(t, "f", content[:minIndexed/2]) }},
-		"larger than limit": {layer: func(t *testing.T) registrytest.Layer { return framed(t, "f", content) }, cfg: func(c *Config) { c.IndexBytes = 100 }},
+		"disabled":          {layer: func(t *testing.T) registrytest.Layer { return framed(t, "f", content) }, cfg: func(c *pull.Config) { c.IndexBytes = 0 }},
+		"directory":         {layer: func(t *testing.T) registrytest.Layer { return framed(t, "f", content) }, cfg: func(c *pull.Config) { c.Driver = "directory" }},
+		"small":             {layer: func(t *testing.T) registrytest.Layer { return framed(t, "f", content[:1<<20/2]) }},
+		"larger than limit": {layer: func(t *testing.T) registrytest.Layer { return framed(t, "f", content) }, cfg: func(c *pull.Config) { c.IndexBytes = 100 }},
 		"one long frame": {layer: func(t *testing.T) registrytest.Layer {
 			return zstandard(t, "f", string(slices.Concat(content, make([]byte, blobindex.MaxSpan))))
 		}},
@@ -180,7 +181,7 @@ func TestLayersWithoutIndex(t *testing.T) {
 			reg := registrytest.New(t)
 			reg.PutImage("image", "v1", "", tc.layer(t))
 			s := openStore(t, cfg)
-			pull(t, s, reg.Host()+"/image:v1")
+			mustPull(t, s, reg.Host()+"/image:v1")
 			settle(t, s)
 			if n, _ := s.Indexes(); n != 0 {
 				t.Errorf("%d indexes", n)
@@ -197,7 +198,7 @@ func TestIndexesAreDroppedForSpace(t *testing.T) {
 	l := framed(t, "f", noise(7<<20, 4))
 	reg.PutImage("image", "v1", "", l)
 	s := openStore(t, cfg)
-	img := pull(t, s, reg.Host()+"/image:v1")
+	img := mustPull(t, s, reg.Host()+"/image:v1")
 	settle(t, s)
 	_, bytes := s.Indexes()
 	with, err := s.Usage(t.Context())
@@ -210,9 +211,9 @@ func TestIndexesAreDroppedForSpace(t *testing.T) {
 		t.Errorf("%d of %d bytes freed, usage %d and %d", freed, bytes, with.Bytes, without.Bytes)
 	}
 	testutil.Must(t, s.Remove(t.Context(), img.ID))
-	pull(t, s, reg.Host()+"/image:v1")
+	mustPull(t, s, reg.Host()+"/image:v1")
 	indexOf(t, s, l)
-	s.settleFinished(nil, nil, fmt.Errorf("pull: %w", unix.ENOSPC))
+	s.SettleFinished(nil, nil, fmt.Errorf("pull: %w", unix.ENOSPC))
 	if n, _ := s.Indexes(); n != 0 {
 		t.Errorf("%d indexes after a pull has filled the disk", n)
 	}

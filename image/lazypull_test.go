@@ -1,4 +1,4 @@
-package image
+package image_test
 
 import (
 	"bytes"
@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -19,50 +20,19 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/image"
 	"berth/image/archive"
 	"berth/image/lazy"
+	"berth/image/lazy/fill"
 	blobindex "berth/image/lazy/index"
+	"berth/image/lazy/toc/toctest"
 	"berth/image/peers"
+	"berth/image/pull"
 	"berth/image/registry/registrytest"
 	"berth/image/unpack/inflate"
 	"berth/internal/errdefs"
-	"berth/internal/rootfs"
 	"berth/internal/testutil"
 )
-
-func TestDecideLazy(t *testing.T) {
-	t.Parallel()
-	good := lazyFacts{policy: LazyIndexed, driver: rootfs.EROFS, works: true, indexed: true, served: true, missing: 10, least: 10}
-	for _, c := range []struct {
-		name   string
-		change func(*lazyFacts)
-		reason string // empty: lazily
-	}{
-		{"all is good", func(*lazyFacts) {}, ""},
-		{"off", func(f *lazyFacts) { f.policy = LazyOff }, "lazy.policy"},
-		{"directories", func(f *lazyFacts) { f.driver = rootfs.Directory }, "directories"},
-		{"old kernel", func(f *lazyFacts) { f.works = false }, "kernel"},
-		{"pinned", func(f *lazyFacts) { f.pinned = true }, "pinned"},
-		{"no index", func(f *lazyFacts) { f.indexed = false }, "no index"},
-		{"no index on any node", func(f *lazyFacts) { f.indexed, f.policy = false, LazyAll }, "no index"},
-		{"index of a peer", func(f *lazyFacts) { f.indexed, f.served, f.peer = false, false, true }, ""},
-		{"another registry", func(f *lazyFacts) { f.served = false }, "another registry"},
-		{"small", func(f *lazyFacts) { f.least++ }, "lazy.min_bytes"},
-		{"fast", func(f *lazyFacts) { f.leastTime, f.estimate = 2*time.Second, 1999*time.Millisecond }, "lazy.min_time"},
-		{"slow", func(f *lazyFacts) { f.leastTime, f.estimate = 2*time.Second, 2*time.Second }, ""},
-		{"of unknown speed", func(f *lazyFacts) { f.leastTime = 2 * time.Second }, ""},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			t.Parallel()
-			facts := good
-			c.change(&facts)
-			lazily, reason := facts.decide()
-			if lazily != (c.reason == "") || reason == "" || !strings.Contains(reason, c.reason) {
-				t.Errorf("%v: %s", lazily, reason)
-			}
-		})
-	}
-}
 
 // ownInflater decompresses spans in this process.
 type ownInflater blobindex.Compression
@@ -80,9 +50,9 @@ func (ownInflater) Close() error { return nil }
 // lazyWorld is a registry with an image, and a store that has pulled and removed the image. Its
 // next pull is lazy.
 type lazyWorld struct {
-	cfg     Config
+	cfg     pull.Config
 	reg     *registrytest.Server
-	s       *Store
+	s       *node
 	layer   registrytest.Layer
 	content []byte
 	ref     string
@@ -97,7 +67,7 @@ type lazyWorld struct {
 func newLazyWorld(t *testing.T) *lazyWorld {
 	t.Helper()
 	w := newLazyRegistry(t)
-	w.cfg = lazyConfig(t, LazyIndexed)
+	w.cfg = lazyConfig(t, lazy.On)
 	w.s = openStore(t, w.cfg)
 	w.needEngine(t)
 	w.forget(t)
@@ -115,17 +85,17 @@ func newLazyRegistry(t *testing.T) *lazyWorld {
 	return w
 }
 
-func lazyConfig(t *testing.T, policy string) Config {
+func lazyConfig(t *testing.T, policy string) pull.Config {
 	t.Helper()
 	cfg := indexConfig(t)
-	cfg.Lazy = LazyConfig{Policy: policy, Stall: 2 * time.Second, Ask: time.Minute, Transfer: time.Minute,
-		Inflate: func(kind blobindex.Compression, _ int64) (lazy.Inflater, error) { return ownInflater(kind), nil }}
+	cfg.Lazy = lazy.Config{Policy: policy, Stall: 2 * time.Second,
+		Inflate: func(kind blobindex.Compression, _ int64) (fill.Inflater, error) { return ownInflater(kind), nil }}
 	return cfg
 }
 
 func (w *lazyWorld) needEngine(t *testing.T) {
 	t.Helper()
-	if w.s.incomplete.engine == nil {
+	if !w.s.Lazy().Works() {
 		t.Skip("NOT TESTED: the kernel cannot report reads of EROFS files")
 	}
 }
@@ -133,7 +103,7 @@ func (w *lazyWorld) needEngine(t *testing.T) {
 // forget pulls and removes the image, so that its index is there.
 func (w *lazyWorld) forget(t *testing.T) {
 	t.Helper()
-	img := pull(t, w.s, w.ref)
+	img := mustPull(t, w.s, w.ref)
 	indexOf(t, w.s, w.layer)
 	testutil.Must(t, w.s.Remove(t.Context(), img.ID))
 }
@@ -209,13 +179,13 @@ func (w *lazyWorld) check(t *testing.T) {
 	}
 }
 
-func (w *lazyWorld) incomplete(t *testing.T) *lazy.Layer {
+func (w *lazyWorld) incomplete(t *testing.T) *fill.Layer {
 	t.Helper()
 	img, err := w.s.Get(w.ref)
 	if err != nil {
 		return nil
 	}
-	return w.s.incomplete.get(img.Layers[0])
+	return w.s.Lazy().Get(img.Layers[0])
 }
 
 // An incomplete layer is filled by the pull's registry, also after a restart. Peers do not get it.
@@ -224,7 +194,7 @@ func TestPullCreatesLayerLazily(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w := newLazyWorld(t)
 			release := w.hold()
-			img := pull(t, w.s, w.ref)
+			img := mustPull(t, w.s, w.ref)
 			if w.incomplete(t) == nil {
 				t.Fatal("the layer is complete")
 			}
@@ -239,20 +209,100 @@ func TestPullCreatesLayerLazily(t *testing.T) {
 			}
 			if restarted {
 				w.s = restart(t, w.s, w.cfg)
-				again := w.s.LazyStatus(w.s.index.Load().byID[img.ID])
+				again := w.s.LazyStatus(w.s.Snapshot().ByID()[img.ID])
 				if again == nil || again.Layers[0].Decision != status.Layers[0].Decision {
 					t.Errorf("after a restart: %+v, before: %+v", again, status)
 				}
 			}
 			release()
-			testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+			testutil.Must(t, w.s.Lazy().Await(t.Context(), img.Layers))
 			w.check(t)
 			testutil.Eventually(t, "the layer is not incomplete", func() bool {
-				return w.incomplete(t) == nil && w.s.incomplete.known(img.Layers[0]) == nil
+				return w.incomplete(t) == nil
 			})
 			if w.s.Fetched(img) != "" || len(w.s.SharedLayers()) != 1 {
 				t.Errorf("shared %v", w.s.SharedLayers())
 			}
+		})
+	}
+}
+
+// A node never uses the index of another one: it fetches the whole layer from the peer that has it.
+func TestIndexOfPeerIsNotUsed(t *testing.T) {
+	w := newLazyRegistry(t)
+	w.cfg = lazyConfig(t, lazy.On)
+	nodes := peerNodesOf(t, 2, func(i int) pull.Config { return []pull.Config{indexConfig(t), w.cfg}[i] }, nil)
+	w.s = nodes[1]
+	w.needEngine(t)
+	mustPull(t, nodes[0], w.ref)
+	indexOf(t, nodes[0], w.layer)
+	l := []registrytest.Layer{w.layer}
+	before := blobRequests(w.reg, l)
+	mustPull(t, w.s, w.ref)
+	if w.incomplete(t) != nil {
+		t.Error("the layer is incomplete")
+	}
+	if n := blobRequests(w.reg, l) - before; n > 0 {
+		t.Errorf("%d requests for the blob at the registry: the layer does not come from the peer", n)
+	}
+	w.check(t)
+}
+
+// An incomplete layer that is not proven and that a daemon does not load any more costs its
+// containers and images. Layers with indexes of other nodes, which earlier versions of berth left,
+// are among them. The next start kills the containers again, in case the daemon ended before. When
+// the image was pulled again, its containers are not killed.
+func TestUnprovenLayerIsNotUsed(t *testing.T) {
+	table := func(t *testing.T) *lazyWorld {
+		return &newTableWorld(t, "eStargz", lazy.On, toctest.Options{}).lazyWorld
+	}
+	for name, test := range map[string]struct {
+		world func(t *testing.T) *lazyWorld
+		spoil func(dir string) error
+	}{
+		"damaged index": {table, func(dir string) error { return os.Truncate(filepath.Join(dir, "index"), 3) }},
+		"damaged TOC":   {table, func(dir string) error { return os.Truncate(filepath.Join(dir, "claim"), 3) }},
+		"index of another node": {newLazyWorld, func(dir string) error {
+			claim := []byte(`{"peer":"192.0.2.1:80","registry":"r.test","profile":[1]}`)
+			return os.WriteFile(filepath.Join(dir, "claim"), claim, 0o600)
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := test.world(t)
+			release := w.hold()
+			img := mustPull(t, w.s, w.ref)
+			layer := img.Layers[0]
+			if w.incomplete(t) == nil {
+				t.Fatal("the layer is complete")
+			}
+			_, err := w.s.Hold("container", img.Layers)
+			testutil.Must(t, err)
+			testutil.Must(t, w.s.Close())
+			release()
+			testutil.Must(t, test.spoil(filepath.Join(w.cfg.Root, "erofs", "lazy", layer.Encoded())))
+			for range 2 {
+				w.s = openUnsettled(t, w.cfg, io.Discard)
+				var killed []digest.Digest
+				w.s.OnWrongFiles(func(layer digest.Digest, reason string) {
+					killed = append(killed, layer)
+					if !strings.Contains(reason, "may have been wrong") {
+						t.Error(reason)
+					}
+				})
+				if !slices.Equal(killed, []digest.Digest{layer}) {
+					t.Errorf("killed %v", killed)
+				}
+				if _, err := w.s.Get(img.ID); err == nil {
+					t.Error("the image exists")
+				}
+				testutil.Must(t, w.s.Close())
+			}
+			w.s = openUnsettled(t, w.cfg, io.Discard)
+			mustPull(t, w.s, w.ref)
+			testutil.Must(t, w.s.Lazy().Await(t.Context(), img.Layers))
+			testutil.Must(t, w.s.Close())
+			w.s = openUnsettled(t, w.cfg, io.Discard)
+			w.s.OnWrongFiles(func(layer digest.Digest, _ string) { t.Errorf("killed %s after the image was pulled again", layer) })
 		})
 	}
 }
@@ -263,8 +313,8 @@ func TestFastRegistryServesWholeImages(t *testing.T) {
 	w.cfg.Lazy.MinTime = time.Hour
 	w.s = restart(t, w.s, w.cfg)
 	w.reg.PutImage("other", "v1", "", framed(t, "file", noise(7<<20, 10)))
-	pull(t, w.s, w.reg.Host()+"/other:v1")
-	img := pull(t, w.s, w.ref)
+	mustPull(t, w.s, w.reg.Host()+"/other:v1")
+	img := mustPull(t, w.s, w.ref)
 	if status := w.s.LazyStatus(img); status == nil || !strings.Contains(status.Layers[0].Decision, "lazy.min_time") ||
 		w.incomplete(t) != nil {
 		t.Errorf("%+v", status)
@@ -278,15 +328,15 @@ func TestIndexOfAnotherRegistry(t *testing.T) {
 	other := registrytest.New(t)
 	other.PutImage("app", "v1", "", w.layer)
 	ref := other.Host() + "/app:v1"
-	img := pull(t, w.s, ref)
-	if w.s.incomplete.get(img.Layers[0]) != nil {
+	img := mustPull(t, w.s, ref)
+	if w.s.Lazy().Get(img.Layers[0]) != nil {
 		t.Error("the first pull was lazy")
 	}
 	testutil.Must(t, w.s.Remove(t.Context(), img.ID))
 	release := w.hold()
 	defer release()
 	w.s = restart(t, w.s, w.cfg)
-	img = pull(t, w.s, ref)
+	img = mustPull(t, w.s, ref)
 	if status := w.s.LazyStatus(img); status == nil || !strings.Contains(status.Layers[0].Decision, "after the pull") {
 		t.Errorf("the second pull: %+v", status)
 	}
@@ -309,32 +359,32 @@ func TestRegistryMustHaveTheBlob(t *testing.T) {
 	if _, err := w.s.Pull(t.Context(), liar.Host()+"/app:v1", nil); err == nil {
 		t.Error("the pull succeeded")
 	}
-	if entries, err := os.ReadDir(filepath.Join(w.cfg.Root, erofsDir, lazyDir)); err != nil || len(entries) > 0 {
+	if entries, err := os.ReadDir(filepath.Join(w.cfg.Root, "erofs", "lazy")); err != nil || len(entries) > 0 {
 		t.Errorf("incomplete layers %v: %v", entries, err)
 	}
-	pull(t, w.s, w.ref)
+	mustPull(t, w.s, w.ref)
 }
 
 // A layer whose index is wrong costs its index and its image. The next pull fetches it whole.
 func TestWrongIndexIsQuarantined(t *testing.T) {
 	w := newLazyWorld(t)
 	x := indexOf(t, w.s, w.layer)
-	testutil.Must(t, w.s.indexer.store.Remove(x.Blob))
+	testutil.Must(t, w.s.Lazy().IndexStore().Remove(x.Blob))
 	x.Points[1].Out += 512 // of a frame
-	tree, record := filepath.Join(w.cfg.Root, spoolDir, "tree"), filepath.Join(w.cfg.Root, spoolDir, "record")
+	tree, record := filepath.Join(w.cfg.Root, "tmp", "tree"), filepath.Join(w.cfg.Root, "tmp", "record")
 	testutil.Must(t, os.WriteFile(tree, x.Tree, 0o600))
 	testutil.Must(t, os.WriteFile(record, x.Record, 0o600))
-	testutil.Must(t, w.s.indexer.store.Add(x, tree, record))
-	testutil.Must(t, w.s.indexer.store.NoteServed(x.Blob, w.reg.Host()))
-	img := pull(t, w.s, w.ref)
+	testutil.Must(t, w.s.Lazy().IndexStore().Add(x, tree, record))
+	testutil.Must(t, w.s.Lazy().IndexStore().NoteServed(x.Blob, w.reg.Host()))
+	img := mustPull(t, w.s, w.ref)
 	// The layer may fail before its image is recorded. Then the same pull fetches it whole, and
 	// makes an index.
 	testutil.Eventually(t, "the wrong index and its layer are gone", func() bool {
-		now, err := w.s.indexer.store.Get(x.Blob)
+		now, err := w.s.Lazy().IndexStore().Get(x.Blob)
 		_, missing := w.s.Get(img.ID)
 		return (err != nil || now.Points[1].Out != x.Points[1].Out) && (missing != nil || w.incomplete(t) == nil)
 	})
-	pull(t, w.s, w.ref)
+	mustPull(t, w.s, w.ref)
 	if w.incomplete(t) != nil {
 		t.Error("the second pull was lazy")
 	}
@@ -345,7 +395,7 @@ func TestWrongIndexIsQuarantined(t *testing.T) {
 func TestFailedLayerIsRetired(t *testing.T) {
 	w := newLazyWorld(t)
 	release := w.hold()
-	img := pull(t, w.s, w.ref)
+	img := mustPull(t, w.s, w.ref)
 	_, err := w.s.Hold("container", img.Layers)
 	testutil.Must(t, err)
 	l := w.incomplete(t)
@@ -356,7 +406,7 @@ func TestFailedLayerIsRetired(t *testing.T) {
 		t.Fatal("the layer is complete")
 	}
 	testutil.Eventually(t, "the image is removed", func() bool { _, err := w.s.Get(img.ID); return err != nil })
-	again := pull(t, w.s, w.ref)
+	again := mustPull(t, w.s, w.ref)
 	if w.incomplete(t) != nil || w.s.Complete(again.Layers) {
 		t.Error("the layer was not replaced, or the container would count as one on complete layers")
 	}
@@ -368,16 +418,16 @@ func TestFailedLayerIsRetired(t *testing.T) {
 func TestWholeImagesWaitForIncompleteLayers(t *testing.T) {
 	w := newLazyWorld(t)
 	var saved bytes.Buffer
-	pull(t, w.s, w.ref) // lazily; Save waits
-	testutil.Must(t, w.s.Save(t.Context(), &saved, SaveOptions{Refs: []string{w.ref}, Format: archive.OCI}))
+	mustPull(t, w.s, w.ref) // lazily; Save waits
+	testutil.Must(t, w.s.Save(t.Context(), &saved, image.SaveOptions{Refs: []string{w.ref}, Format: archive.OCI}))
 	img, err := w.s.Get(w.ref)
 	testutil.Must(t, err)
 	testutil.Must(t, w.s.Remove(t.Context(), img.ID))
-	if err := w.s.awaitComplete(t.Context(), img.Layers); err != nil {
+	if err := w.s.Lazy().Await(t.Context(), img.Layers); err != nil {
 		t.Error(err)
 	}
 	release := w.hold()
-	pull(t, w.s, w.ref)
+	mustPull(t, w.s, w.ref)
 	settings := w.cfg.Settings
 	settings.Pinned = []string{w.ref}
 	apply, err := w.s.Prepare(settings)
@@ -385,7 +435,7 @@ func TestWholeImagesWaitForIncompleteLayers(t *testing.T) {
 	apply()
 	release()
 	testutil.Must(t, w.s.Remove(t.Context(), w.ref))
-	pull(t, w.s, w.ref)
+	mustPull(t, w.s, w.ref)
 	if w.incomplete(t) != nil {
 		t.Error("the pinned image is incomplete")
 	}
@@ -406,10 +456,10 @@ func TestIncompleteLayerNeedsCredentials(t *testing.T) {
 	}
 	w.s = restart(t, w.s, w.cfg)
 	release()
-	testutil.Eventually(t, "attempts without credentials fail", func() bool { return w.s.incomplete.engine.Stats().Failures > 1 })
+	testutil.Eventually(t, "attempts without credentials fail", func() bool { return w.s.LazyStats().Failures > 1 })
 	_, err = w.s.Pull(t.Context(), w.ref, auth)
 	testutil.Must(t, err)
-	testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+	testutil.Must(t, w.s.Lazy().Await(t.Context(), img.Layers))
 	w.check(t)
 }
 
@@ -417,13 +467,13 @@ func TestIncompleteLayerNeedsCredentials(t *testing.T) {
 func TestIncompleteLayerWithoutRegistry(t *testing.T) {
 	w := newLazyWorld(t)
 	release := w.hold()
-	img := pull(t, w.s, w.ref)
+	img := mustPull(t, w.s, w.ref)
 	w.lose()
 	release()
 	ctx, cancel := context.WithCancel(t.Context())
-	testutil.Eventually(t, "attempts fail", func() bool { return w.s.incomplete.engine.Stats().Failures > 2 })
+	testutil.Eventually(t, "attempts fail", func() bool { return w.s.LazyStats().Failures > 2 })
 	cancel()
-	if err := w.s.awaitComplete(ctx, img.Layers); err == nil || w.incomplete(t) == nil {
+	if err := w.s.Lazy().Await(ctx, img.Layers); err == nil || w.incomplete(t) == nil {
 		t.Errorf("the layer is complete without its registry: %v", err)
 	}
 }
@@ -432,16 +482,16 @@ func TestIncompleteLayerWithoutRegistry(t *testing.T) {
 func TestDecisionsEndWithThePolicy(t *testing.T) {
 	w := newLazyWorld(t)
 	release := w.hold()
-	img := pull(t, w.s, w.ref)
-	w.cfg.Lazy.Policy = LazyOff
+	img := mustPull(t, w.s, w.ref)
+	w.cfg.Lazy.Policy = lazy.Off
 	w.s = restart(t, w.s, w.cfg)
-	if status := w.s.LazyStatus(w.s.index.Load().byID[img.ID]); status == nil || status.Layers[0].Decision == "" {
+	if status := w.s.LazyStatus(w.s.Snapshot().ByID()[img.ID]); status == nil || status.Layers[0].Decision == "" {
 		t.Errorf("of an incomplete layer: %+v", status)
 	}
 	release()
-	testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+	testutil.Must(t, w.s.Lazy().Await(t.Context(), img.Layers))
 	testutil.Eventually(t, "the layer is not incomplete", func() bool { return w.incomplete(t) == nil })
-	if status := w.s.LazyStatus(w.s.index.Load().byID[img.ID]); status != nil {
+	if status := w.s.LazyStatus(w.s.Snapshot().ByID()[img.ID]); status != nil {
 		t.Errorf("of a complete layer: %+v", status)
 	}
 }
@@ -457,25 +507,25 @@ func TestArchiveFillsIncompleteLayer(t *testing.T) {
 	path := layoutDir(t, "example.com/app:v1", original)
 	release := w.hold()
 	defer release()
-	img := pull(t, w.s, w.ref)
+	img := mustPull(t, w.s, w.ref)
 	if w.incomplete(t) == nil {
 		t.Fatal("the layer is complete")
 	}
 	w.lose()
 	canceled, cancel := context.WithCancel(t.Context())
 	cancel()
-	if _, err := w.s.LoadFile(canceled, path, LoadOptions{}); err == nil {
+	if _, err := w.s.LoadFile(canceled, path, pull.LoadOptions{}); err == nil {
 		t.Error("a load that was canceled has succeeded")
 	}
 	blob := filepath.Join(path, "blobs", "sha256", digest.FromBytes(w.layer.Blob).Encoded())
 	for _, bad := range [][]byte{nil, w.layer.Blob[:len(w.layer.Blob)-1], make([]byte, len(w.layer.Blob))} {
 		testutil.Must(t, os.WriteFile(blob, bad, 0o600))
-		if _, err := w.s.LoadFile(t.Context(), path, LoadOptions{}); err == nil || w.incomplete(t) == nil {
+		if _, err := w.s.LoadFile(t.Context(), path, pull.LoadOptions{}); err == nil || w.incomplete(t) == nil {
 			t.Errorf("an archive with another blob of %d bytes is loaded", len(bad))
 		}
 	}
 	testutil.Must(t, os.WriteFile(blob, w.layer.Blob, 0o600))
-	loaded, err := w.s.LoadFile(t.Context(), path, LoadOptions{})
+	loaded, err := w.s.LoadFile(t.Context(), path, pull.LoadOptions{})
 	testutil.Must(t, err)
 	if len(loaded) != 1 || loaded[0].ID != img.ID {
 		t.Errorf("loaded %+v", loaded)

@@ -1,4 +1,4 @@
-package image
+package image_test
 
 import (
 	"context"
@@ -12,6 +12,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	"berth/image/pull"
 	"berth/image/registry/registrytest"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
@@ -31,7 +32,7 @@ func openFiles(t *testing.T) int {
 // TestPullsLeaveNothingOpen: connections, files and goroutines are gone after
 // pulls that succeed, fail and are cancelled.
 func TestPullsLeaveNothingOpen(t *testing.T) {
-	s := openStore(t, Config{})
+	s := openStore(t, pull.Config{})
 	files, goroutines := openFiles(t), runtime.NumGoroutine()
 	t.Run("pulls", func(t *testing.T) { // its registry ends with it
 		reg := registrytest.New(t)
@@ -40,7 +41,7 @@ func TestPullsLeaveNothingOpen(t *testing.T) {
 		reg.PutImage("good", "v1", "", good)
 		reg.PutImage("bad", "v1", "", bad)
 		reg.PutImage("held", "v1", "", gzipped(t, "held", "x"))
-		pull(t, s, reg.Host()+"/good:v1")
+		mustPull(t, s, reg.Host()+"/good:v1")
 		for _, ref := range []string{"/bad:v1", "/missing:v1"} {
 			if _, err := s.Pull(t.Context(), reg.Host()+ref, nil); err == nil {
 				t.Errorf("%s was pulled", ref)
@@ -68,7 +69,7 @@ func TestPullsLeaveNothingOpen(t *testing.T) {
 // Held layers are complete at all times, and none is left in the end.
 func TestConcurrentPullsAndRemovals(t *testing.T) {
 	reg := registrytest.New(t)
-	s := openStore(t, Config{})
+	s := openStore(t, pull.Config{})
 	base := gzipped(t, "base", "x")
 	var refs []string
 	for i := range 3 {
@@ -97,7 +98,7 @@ func TestConcurrentPullsAndRemovals(t *testing.T) {
 
 // pullHoldRemove is the life of an image and a container. Another worker may
 // remove the image in between: then, and only then, Hold may fail.
-func pullHoldRemove(ctx context.Context, s *Store, ref, holder string) error {
+func pullHoldRemove(ctx context.Context, s *node, ref, holder string) error {
 	img, err := s.Pull(ctx, ref, nil)
 	if err != nil {
 		return err
@@ -126,14 +127,14 @@ func pullHoldRemove(ctx context.Context, s *Store, ref, holder string) error {
 func TestReadsNeverWait(t *testing.T) {
 	testutil.NeedRoot(t)
 	reg := registrytest.New(t)
-	s, err := Open(t.Context(), Config{Root: t.TempDir(), Unpack: unpack.Layer}, slog.New(slog.DiscardHandler))
+	s, err := open(t.Context(), pull.Config{Root: t.TempDir(), Unpack: unpack.Layer}, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer s.Close()
 	reg.PutImage("app", "v1", "", plain(t, "f", "1"))
-	img := pull(t, s, reg.Host()+"/app:v1")
-	release, err := s.lockWriter(t.Context())
+	img := mustPull(t, s, reg.Host()+"/app:v1")
+	release, err := s.LockWriter(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,4 +1,4 @@
-package image
+package image_test
 
 import (
 	"archive/tar"
@@ -23,7 +23,9 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
+	"berth/image"
 	"berth/image/archive"
+	"berth/image/pull"
 	"berth/image/registry/registrytest"
 	"berth/internal/testutil"
 )
@@ -95,24 +97,26 @@ func TestLoadFormats(t *testing.T) {
 	testutil.Must(t, err)
 	layoutPath := layoutDir(t, "example.com/app:v1", img)
 	docker := dockerArchive(t, "example.com/app:v1", img)
-	for what, load := range map[string]func(*Store) ([]*Image, error){
-		"docker archive": func(s *Store) ([]*Image, error) { return s.Load(t.Context(), bytes.NewReader(docker), LoadOptions{}) },
-		"docker archive gzip": func(s *Store) ([]*Image, error) {
-			return s.Load(t.Context(), bytes.NewReader(gzipBytes(t, docker)), LoadOptions{})
+	for what, load := range map[string]func(*node) ([]*image.Image, error){
+		"docker archive": func(s *node) ([]*image.Image, error) {
+			return s.Load(t.Context(), bytes.NewReader(docker), pull.LoadOptions{})
 		},
-		"layout tar": func(s *Store) ([]*Image, error) {
-			return s.Load(t.Context(), bytes.NewReader(tarDir(t, layoutPath)), LoadOptions{})
+		"docker archive gzip": func(s *node) ([]*image.Image, error) {
+			return s.Load(t.Context(), bytes.NewReader(gzipBytes(t, docker)), pull.LoadOptions{})
 		},
-		"layout directory": func(s *Store) ([]*Image, error) { return s.LoadFile(t.Context(), layoutPath, LoadOptions{}) },
-		"file": func(s *Store) ([]*Image, error) {
+		"layout tar": func(s *node) ([]*image.Image, error) {
+			return s.Load(t.Context(), bytes.NewReader(tarDir(t, layoutPath)), pull.LoadOptions{})
+		},
+		"layout directory": func(s *node) ([]*image.Image, error) { return s.LoadFile(t.Context(), layoutPath, pull.LoadOptions{}) },
+		"file": func(s *node) ([]*image.Image, error) {
 			path := filepath.Join(t.TempDir(), "app.tar")
 			testutil.Must(t, os.WriteFile(path, docker, 0o600))
-			return s.LoadFile(t.Context(), path, LoadOptions{Pin: true})
+			return s.LoadFile(t.Context(), path, pull.LoadOptions{Pin: true})
 		},
 	} {
 		t.Run(what, func(t *testing.T) {
 			root := t.TempDir()
-			s := openStore(t, Config{Root: root})
+			s := openStore(t, pull.Config{Root: root})
 			images, err := load(s)
 			if err != nil || len(images) != 1 || images[0].ID != id.String() {
 				t.Fatalf("%v, %v, want %s", images, err, id)
@@ -128,11 +132,11 @@ func TestLoadFormats(t *testing.T) {
 				t.Errorf("content %q", content)
 			}
 			again, err := load(s)
-			if err != nil || len(again) != 1 || again[0].ID != got.ID || len(s.layers.List()) != 1 {
+			if err != nil || len(again) != 1 || again[0].ID != got.ID || len(s.LayerNames()) != 1 {
 				t.Errorf("second load: %v, %v", again, err)
 			}
 			testutil.Must(t, s.Close())
-			s = openStore(t, Config{Root: root})
+			s = openStore(t, pull.Config{Root: root})
 			if kept, err := s.Get("example.com/app:v1"); err != nil || kept.Pinned != (what == "file") {
 				t.Errorf("after a restart: %+v, %v", kept, err)
 			}
@@ -143,21 +147,21 @@ func TestLoadFormats(t *testing.T) {
 }
 
 func TestLoadWithName(t *testing.T) {
-	s := openStore(t, Config{})
+	s := openStore(t, pull.Config{})
 	one, two := imageWith(t, "one"), imageWith(t, "two")
 	path := layoutDir(t, "latest", one) // a tag without a repository is no name
-	images, err := s.LoadFile(t.Context(), path, LoadOptions{})
+	images, err := s.LoadFile(t.Context(), path, pull.LoadOptions{})
 	testutil.Must(t, err)
 	if len(images[0].RepoTags) != 0 {
 		t.Errorf("tags %v", images[0].RepoTags)
 	}
-	images, err = s.LoadFile(t.Context(), path, LoadOptions{Name: "app:1"})
+	images, err = s.LoadFile(t.Context(), path, pull.LoadOptions{Name: "app:1"})
 	testutil.Must(t, err)
 	if fmt.Sprint(images[0].RepoTags) != "[docker.io/library/app:1]" {
 		t.Errorf("tags %v", images[0].RepoTags)
 	}
 	testutil.Must(t, layout.Path(path).AppendImage(two))
-	_, err = s.LoadFile(t.Context(), path, LoadOptions{Name: "app:1"})
+	_, err = s.LoadFile(t.Context(), path, pull.LoadOptions{Name: "app:1"})
 	wantCode(t, err, codes.InvalidArgument, "a name was given for 2 images")
 }
 
@@ -195,28 +199,28 @@ func TestLoadRefusesBadArchives(t *testing.T) {
 		}},
 	} {
 		t.Run(what, func(t *testing.T) {
-			s := openStore(t, Config{})
+			s := openStore(t, pull.Config{})
 			dir := layoutDir(t, "example.com/app:v1", img)
 			c.change(t, dir)
-			_, err := s.LoadFile(t.Context(), dir, LoadOptions{})
+			_, err := s.LoadFile(t.Context(), dir, pull.LoadOptions{})
 			wantCode(t, err, c.code, "load "+dir)
 			if what != "symlink out of the layout" {
-				_, err = s.Load(t.Context(), bytes.NewReader(tarDir(t, dir)), LoadOptions{})
+				_, err = s.Load(t.Context(), bytes.NewReader(tarDir(t, dir)), pull.LoadOptions{})
 				wantCode(t, err, c.code)
 			}
 			wantEmpty(t, s)
 		})
 	}
-	s := openStore(t, Config{})
-	_, err = s.Load(t.Context(), strings.NewReader("not a tar"), LoadOptions{})
+	s := openStore(t, pull.Config{})
+	_, err = s.Load(t.Context(), strings.NewReader("not a tar"), pull.LoadOptions{})
 	wantCode(t, err, codes.InvalidArgument, "read tar after 0 entries")
 	wantEmpty(t, s)
 }
 
 func TestTagAndUntag(t *testing.T) {
-	s := openStore(t, Config{})
+	s := openStore(t, pull.Config{})
 	for i, content := range []string{"one", "two"} {
-		_, err := s.LoadFile(t.Context(), layoutDir(t, fmt.Sprintf("app:v%d", i), imageWith(t, content)), LoadOptions{})
+		_, err := s.LoadFile(t.Context(), layoutDir(t, fmt.Sprintf("app:v%d", i), imageWith(t, content)), pull.LoadOptions{})
 		testutil.Must(t, err)
 	}
 	first, err := s.Get("app:v0")
@@ -259,16 +263,18 @@ func TestFormsOfCompression(t *testing.T) {
 			data := tarOf(t, "f", "content")
 			reg := registrytest.New(t)
 			reg.PutImage("app", "v1", "", registrytest.Layer{Blob: form(data), MediaType: ocispec.MediaTypeImageLayerGzip, DiffID: digest.FromBytes(data)})
-			s := openStore(t, Config{})
-			if got := readFile(t, s, pull(t, s, reg.Host()+"/app:v1"), "f"); got != "content" {
+			s := openStore(t, pull.Config{})
+			if got := readFile(t, s, mustPull(t, s, reg.Host()+"/app:v1"), "f"); got != "content" {
 				t.Errorf("pulled: %q", got)
 			}
 			archive := form(dockerArchive(t, "example.com/app:v1", imageWith(t, "loaded")))
 			path := filepath.Join(t.TempDir(), "archive")
 			testutil.Must(t, os.WriteFile(path, archive, 0o600))
-			for way, load := range map[string]func() ([]*Image, error){
-				"stream": func() ([]*Image, error) { return s.Load(t.Context(), bytes.NewReader(archive), LoadOptions{}) },
-				"file":   func() ([]*Image, error) { return s.LoadFile(t.Context(), path, LoadOptions{}) },
+			for way, load := range map[string]func() ([]*image.Image, error){
+				"stream": func() ([]*image.Image, error) {
+					return s.Load(t.Context(), bytes.NewReader(archive), pull.LoadOptions{})
+				},
+				"file": func() ([]*image.Image, error) { return s.LoadFile(t.Context(), path, pull.LoadOptions{}) },
 			} {
 				images, err := load()
 				testutil.Must(t, err)
@@ -285,14 +291,14 @@ func TestUnsupportedCompressionIsNamed(t *testing.T) {
 	xz := append([]byte("\xfd7zXZ\x00\x00\x04"), make([]byte, 1000)...)
 	reg := registrytest.New(t)
 	reg.PutImage("app", "v1", "", registrytest.Layer{Blob: xz, MediaType: ocispec.MediaTypeImageLayerGzip, DiffID: digest.FromString("x")})
-	s := openStore(t, Config{})
+	s := openStore(t, pull.Config{})
 	_, err := s.Pull(t.Context(), reg.Host()+"/app:v1", nil)
 	wantCode(t, err, codes.FailedPrecondition, "compressed with xz")
 	path := filepath.Join(t.TempDir(), "archive.tar.xz")
 	testutil.Must(t, os.WriteFile(path, xz, 0o600))
-	_, err = s.LoadFile(t.Context(), path, LoadOptions{})
+	_, err = s.LoadFile(t.Context(), path, pull.LoadOptions{})
 	wantCode(t, err, codes.FailedPrecondition, "load "+path, "compressed with xz")
-	_, err = s.Load(t.Context(), strings.NewReader("BZh91AY&SY rest"), LoadOptions{})
+	_, err = s.Load(t.Context(), strings.NewReader("BZh91AY&SY rest"), pull.LoadOptions{})
 	wantCode(t, err, codes.FailedPrecondition, "compressed with bzip2")
 	wantEmpty(t, s)
 }
@@ -308,12 +314,12 @@ func TestLoadSkipsSignatures(t *testing.T) {
 	path, err := layout.Write(filepath.Join(dir, "signed"), empty.Index)
 	testutil.Must(t, err)
 	testutil.Must(t, path.AppendImage(signature))
-	s := openStore(t, Config{})
-	_, err = s.LoadFile(t.Context(), string(path), LoadOptions{})
+	s := openStore(t, pull.Config{})
+	_, err = s.LoadFile(t.Context(), string(path), pull.LoadOptions{})
 	wantCode(t, err, codes.FailedPrecondition, sum.String(), "simplesigning")
 	testutil.Must(t, path.AppendImage(imageWith(t, "signed"), layout.WithAnnotations(map[string]string{nameKey: "ex/signed:1"})))
 	var skipped []archive.Skipped
-	images, err := s.Load(t.Context(), bytes.NewReader(tarDir(t, string(path))), LoadOptions{
+	images, err := s.Load(t.Context(), bytes.NewReader(tarDir(t, string(path))), pull.LoadOptions{
 		Name: "other:1", Skipped: func(entry archive.Skipped) { skipped = append(skipped, entry) }})
 	testutil.Must(t, err)
 	if len(images) != 1 || len(skipped) != 1 || skipped[0].Name != sum.String() {
@@ -321,7 +327,7 @@ func TestLoadSkipsSignatures(t *testing.T) {
 	}
 
 	log := &testutil.Buffer{}
-	preloaded := openUnsettled(t, Config{}, log)
+	preloaded := openUnsettled(t, pull.Config{}, log)
 	testutil.Must(t, preloaded.CollectGarbage(t.Context()))
 	stop := preloading(t, preloaded, dir)
 	waitImage(t, preloaded, "ex/signed:1")

@@ -1,4 +1,4 @@
-package image
+package image_test
 
 import (
 	"fmt"
@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"berth/image/pull"
 	"berth/image/registry"
 	"berth/image/registry/registrytest"
 )
@@ -23,8 +24,8 @@ func TestLargeLayerIsFetchedInParts(t *testing.T) {
 		reg.Before = func(w http.ResponseWriter, req *http.Request) bool {
 			return strings.HasSuffix(req.URL.Path, diffID(l).String()) && r.serve(w, req)
 		}
-		s := openStore(t, Config{MaxRangeRequests: 4})
-		img := pull(t, s, reg.Host()+"/app:v1")
+		s := openStore(t, pull.Config{MaxRangeRequests: 4})
+		img := mustPull(t, s, reg.Host()+"/app:v1")
 		if got := readFile(t, s, img, "f"); len(got) != 16<<20 {
 			t.Errorf("wrong %v: the file has %d bytes", wrong, len(got))
 		}

@@ -1,4 +1,4 @@
-package image
+package image_test
 
 import (
 	"bytes"
@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"net/http"
 	"os"
 	"strings"
@@ -16,13 +15,13 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
-	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
+	"berth/image"
 	"berth/image/layer"
 	"berth/image/peers"
 	"berth/image/peers/peerstest"
-	"berth/image/registry"
+	"berth/image/pull"
 	"berth/image/registry/registrytest"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
@@ -31,19 +30,22 @@ import (
 )
 
 // peerNodes are stores that exchange layers.
-func peerNodes(t *testing.T, count int, wrap func(i int, l peers.Layers) peers.Layers) (stores []*Store) {
+func peerNodes(t *testing.T, count int, wrap func(i int, l peers.Layers) peers.Layers) (stores []*node) {
 	t.Helper()
-	return peerNodesOf(t, count, func(int) Config { return Config{} }, wrap)
+	return peerNodesOf(t, count, func(int) pull.Config { return pull.Config{} }, wrap)
 }
 
 // peerNodesOf is peerNodes with a configuration for each store.
-func peerNodesOf(t *testing.T, count int, config func(i int) Config,
-	wrap func(i int, l peers.Layers) peers.Layers) (stores []*Store) {
+func peerNodesOf(t *testing.T, count int, config func(i int) pull.Config,
+	wrap func(i int, l peers.Layers) peers.Layers) (stores []*node) {
 	t.Helper()
 	ca := peerstest.NewCA(t)
 	addresses := peerstest.Addresses(t, count)
 	for i, address := range addresses {
-		s := openStore(t, config(i))
+		log := new(testutil.Buffer)
+		s := openUnsettled(t, config(i), log)
+		s.log = log
+		testutil.Must(t, s.CollectGarbage(t.Context()))
 		var layers peers.Layers = s
 		if wrap != nil {
 			layers = wrap(i, s)
@@ -63,6 +65,7 @@ func peerNodesOf(t *testing.T, count int, config func(i int) Config,
 			}
 		})
 		s.UsePeers(p)
+		s.peers = p
 		stores = append(stores, s)
 	}
 	return stores
@@ -124,14 +127,14 @@ func TestNodesShareLayers(t *testing.T) {
 }
 
 // lyingLayers sends a wrong tar for each layer.
-type lyingLayers struct{ *Store }
+type lyingLayers struct{ *pull.Puller }
 
 type lie struct{ *bytes.Reader }
 
 func (lie) Close() error { return nil }
 
 func (l lyingLayers) OpenShared(ctx context.Context, k peers.Key) (peers.Tar, error) {
-	tar, err := l.Store.OpenShared(ctx, k)
+	tar, err := l.Puller.OpenShared(ctx, k)
 	if err != nil {
 		return nil, err
 	}
@@ -144,7 +147,7 @@ func (l lyingLayers) OpenShared(ctx context.Context, k peers.Key) (peers.Tar, er
 }
 
 // brokenLayers sends no tar completely.
-type brokenLayers struct{ *Store }
+type brokenLayers struct{ *pull.Puller }
 
 type broken struct{ peers.Tar }
 
@@ -156,7 +159,7 @@ func (b broken) ReadAt(p []byte, offset int64) (int, error) {
 }
 
 func (l brokenLayers) OpenShared(ctx context.Context, k peers.Key) (peers.Tar, error) {
-	tar, err := l.Store.OpenShared(ctx, k)
+	tar, err := l.Puller.OpenShared(ctx, k)
 	if err != nil {
 		return nil, err
 	}
@@ -170,14 +173,14 @@ func TestBrokenTransferContinuesAtAnotherPeer(t *testing.T) {
 	reg.PutImage("team/app", "v1", "", layers...)
 	nodes := peerNodes(t, 3, func(i int, l peers.Layers) peers.Layers {
 		if i == 0 {
-			return brokenLayers{l.(*Store)}
+			return brokenLayers{l.(*node).Puller}
 		}
 		return l
 	})
-	pull(t, nodes[0], reg.Host()+"/team/app:v1")
-	pull(t, nodes[1], reg.Host()+"/team/app:v1") // its only peer is broken
+	mustPull(t, nodes[0], reg.Host()+"/team/app:v1")
+	mustPull(t, nodes[1], reg.Host()+"/team/app:v1") // its only peer is broken
 	before := blobRequests(reg, layers)
-	pull(t, nodes[2], reg.Host()+"/team/app:v1")
+	mustPull(t, nodes[2], reg.Host()+"/team/app:v1")
 	if n := blobRequests(reg, layers) - before; n > 0 {
 		t.Errorf("%d of %d layers came from the registry, although a peer has them", n, len(layers))
 	}
@@ -185,33 +188,33 @@ func TestBrokenTransferContinuesAtAnotherPeer(t *testing.T) {
 
 // slotLayers checks that the receiver has an unpack slot when it asks for a tar.
 type slotLayers struct {
-	*Store
+	*node
 	t        *testing.T
-	receiver func() *Store
+	receiver func() *node
 }
 
 func (l slotLayers) OpenShared(ctx context.Context, k peers.Key) (peers.Tar, error) {
-	if release, ok := l.receiver().slots.TryAcquire("another registry"); ok {
+	if release, ok := l.receiver().Budget().TrySlot("another registry"); ok {
 		release()
 		l.t.Error("the receiver asks for the tar before it has a slot")
 	}
-	return l.Store.OpenShared(ctx, k)
+	return l.Puller.OpenShared(ctx, k)
 }
 
 func TestTarIsRequestedWithASlot(t *testing.T) {
 	reg := registrytest.New(t)
 	reg.PutImage("team/app", "v1", "", layersOfSize(t, 1, 64<<10)...)
-	var nodes []*Store
-	nodes = peerNodesOf(t, 2, func(int) Config { return Config{MaxUnpacking: 1} }, func(i int, l peers.Layers) peers.Layers {
-		return slotLayers{l.(*Store), t, func() *Store { return nodes[1] }}
+	var nodes []*node
+	nodes = peerNodesOf(t, 2, func(int) pull.Config { return pull.Config{MaxUnpacking: 1} }, func(i int, l peers.Layers) peers.Layers {
+		return slotLayers{l.(*node), t, func() *node { return nodes[1] }}
 	})
-	pull(t, nodes[0], reg.Host()+"/team/app:v1")
-	pull(t, nodes[1], reg.Host()+"/team/app:v1")
+	mustPull(t, nodes[0], reg.Host()+"/team/app:v1")
+	mustPull(t, nodes[1], reg.Host()+"/team/app:v1")
 }
 
 // stuckLayers sends the beginning of a tar, and the rest at the end of the test.
 type stuckLayers struct {
-	*Store
+	*node
 	release <-chan struct{}
 }
 
@@ -228,7 +231,7 @@ func (s stuck) ReadAt(p []byte, offset int64) (int, error) {
 }
 
 func (l stuckLayers) OpenShared(ctx context.Context, k peers.Key) (peers.Tar, error) {
-	tar, err := l.Store.OpenShared(ctx, k)
+	tar, err := l.Puller.OpenShared(ctx, k)
 	if err != nil {
 		return nil, err
 	}
@@ -255,14 +258,14 @@ func TestUnpackerStopsPeer(t *testing.T) {
 		<-ended
 		return unpack.Result{}, errors.New("refused")
 	}
-	nodes := peerNodesOf(t, 2, func(i int) Config {
+	nodes := peerNodesOf(t, 2, func(i int) pull.Config {
 		if i == 1 {
-			return Config{Unpack: refuse}
+			return pull.Config{Unpack: refuse}
 		}
-		return Config{}
-	}, func(_ int, l peers.Layers) peers.Layers { return stuckLayers{l.(*Store), release} })
+		return pull.Config{}
+	}, func(_ int, l peers.Layers) peers.Layers { return stuckLayers{l.(*node), release} })
 	t.Cleanup(func() { close(release) }) // before the servers are closed
-	pull(t, nodes[0], reg.Host()+"/team/app:v1")
+	mustPull(t, nodes[0], reg.Host()+"/team/app:v1")
 	if _, err := nodes[1].Pull(t.Context(), reg.Host()+"/team/app:v1", nil); err == nil {
 		t.Error("a refused layer was pulled")
 	}
@@ -281,55 +284,17 @@ func TestPeerIsAskedAgainWithMoreMemory(t *testing.T) {
 		}
 		return unpack.Layer(ctx, tree, blob, job)
 	}
-	nodes := peerNodesOf(t, 2, func(i int) Config {
+	nodes := peerNodesOf(t, 2, func(i int) pull.Config {
 		if i == 1 {
-			return Config{Unpack: twice, WorkMemory: 256 << 20}
+			return pull.Config{Unpack: twice, WorkMemory: 256 << 20}
 		}
-		return Config{}
+		return pull.Config{}
 	}, nil)
-	pull(t, nodes[0], reg.Host()+"/team/app:v1")
+	mustPull(t, nodes[0], reg.Host()+"/team/app:v1")
 	before := blobRequests(reg, layers)
-	pull(t, nodes[1], reg.Host()+"/team/app:v1")
+	mustPull(t, nodes[1], reg.Host()+"/team/app:v1")
 	if n := blobRequests(reg, layers) - before; n > 0 || calls.Load() != 2 {
 		t.Errorf("%d requests to the registry, unpacked %d times", n, calls.Load())
-	}
-}
-
-// An unpacker that needs no more input does not wait for the limit of all pulls.
-func TestStopEndsWaitForBandwidth(t *testing.T) {
-	reg := registrytest.New(t)
-	layers := layersOfSize(t, 1, 64<<10)
-	reg.PutImage("team/app", "v1", "", layers...)
-	s := openStore(t, Config{})
-	ref, err := registry.ParseReference(reg.Host() + "/team/app:v1")
-	if err != nil {
-		t.Fatal(err)
-	}
-	repo, err := s.client.Open(ref, registry.Credentials{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer repo.Close()
-	blob, err := repo.Blob(t.Context(), ocispec.Descriptor{
-		Digest: digest.FromBytes(layers[0].Blob), Size: int64(len(layers[0].Blob)),
-	}, 0, func(int) {})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer blob.Close()
-	waiting := make(chan struct{})
-	ctx, stop := context.WithCancel(t.Context())
-	traced := &tracedBlob{Blob: blob, ctx: ctx, stop: stop, slow: func(ctx context.Context, _ int) error {
-		close(waiting)
-		<-ctx.Done()
-		return ctx.Err()
-	}}
-	go func() {
-		<-waiting
-		traced.Stop()
-	}()
-	if _, err := traced.Read(make([]byte, 10)); !errors.Is(err, context.Canceled) {
-		t.Errorf("got %v", err)
 	}
 }
 
@@ -338,29 +303,17 @@ func TestPanicEndsFetch(t *testing.T) {
 	reg := registrytest.New(t)
 	layers := layersOfSize(t, 1, 64<<10)
 	reg.PutImage("team/app", "v1", "", layers...)
-	nodes := peerNodes(t, 2, nil)
-	ref, err := registry.ParseReference(reg.Host() + "/team/app:v1")
-	if err != nil {
-		t.Fatal(err)
-	}
-	repo, err := nodes[0].client.Open(ref, registry.Credentials{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer repo.Close()
-	l := registry.Layer{DiffID: layers[0].DiffID, Blob: ocispec.Descriptor{
-		MediaType: ocispec.MediaTypeImageLayerGzip, Digest: digest.FromBytes(layers[0].Blob), Size: int64(len(layers[0].Blob)),
-	}}
-	a := nodes[0].accesses.begin(repo, nil)
-	defer a.end()
-	err = task.Guard(slog.New(slog.DiscardHandler), "test", "panic", func() error {
-		return nodes[0].downloadShared(t.Context(), nil, a, l, new(transfer)) // no store: it panics
-	})
-	if errdefs.Code(err) != codes.Internal {
+	nodes := peerNodesOf(t, 2, func(i int) pull.Config {
+		if i == 1 {
+			return pull.Config{}
+		}
+		return pull.Config{Unpack: func(context.Context, *os.File, io.Reader, unpack.Job) (unpack.Result, error) { panic("a bug") }}
+	}, nil)
+	if _, err := nodes[0].Pull(t.Context(), reg.Host()+"/team/app:v1", nil); errdefs.Code(err) != codes.Internal {
 		t.Fatalf("no panic: %v", err)
 	}
-	k := peers.Key{Registry: reg.Host(), Blob: l.Blob.Digest, DiffID: l.DiffID}
-	if err := nodes[1].peers.Load().Search(k, l.Blob.Size).Wait(t.Context()); !errors.Is(err, peers.ErrNone) {
+	k := peers.Key{Registry: reg.Host(), Blob: digest.FromBytes(layers[0].Blob), DiffID: layers[0].DiffID}
+	if err := nodes[1].peers.Search(k, int64(len(layers[0].Blob))).Wait(t.Context()); !errors.Is(err, peers.ErrNone) {
 		t.Errorf("the other node got %v, want to fetch the layer", err)
 	}
 }
@@ -371,12 +324,12 @@ func TestLyingPeer(t *testing.T) {
 	reg.PutImage("team/app", "v1", "", layers...)
 	nodes := peerNodes(t, 2, func(i int, l peers.Layers) peers.Layers {
 		if i == 0 {
-			return lyingLayers{l.(*Store)}
+			return lyingLayers{l.(*node).Puller}
 		}
 		return l
 	})
-	pull(t, nodes[0], reg.Host()+"/team/app:v1")
-	img := pull(t, nodes[1], reg.Host()+"/team/app:v1")
+	mustPull(t, nodes[0], reg.Host()+"/team/app:v1")
+	img := mustPull(t, nodes[1], reg.Host()+"/team/app:v1")
 	if got := readFile(t, nodes[1], img, "file0"); got != strings.Repeat("      0\n", 64<<10/8) {
 		t.Errorf("file0 has %d bytes, beginning with %.20q", len(got), got)
 	}
@@ -406,7 +359,7 @@ func TestPeersServeOnlyLayersOfTheRegistry(t *testing.T) {
 		return true
 	}
 	nodes := peerNodes(t, 2, nil)
-	pull(t, nodes[0], private.Host()+"/team/app:v1")
+	mustPull(t, nodes[0], private.Host()+"/team/app:v1")
 	if img, err := nodes[1].Pull(t.Context(), hostile.Host()+"/evil/app:v1", nil); err == nil {
 		t.Errorf("the hostile image %s was pulled", img.ID)
 	}
@@ -431,7 +384,7 @@ func TestRegistryDecidesAboutPeers(t *testing.T) {
 	layers := layersOfSize(t, 1, 64<<10)
 	reg.PutImage("team/app", "v1", "", layers...)
 	nodes := peerNodes(t, 2, nil)
-	pull(t, nodes[0], reg.Host()+"/team/app:v1")
+	mustPull(t, nodes[0], reg.Host()+"/team/app:v1")
 	blob := digest.FromBytes(layers[0].Blob).String()
 	reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
 		if strings.Contains(r.URL.Path, blob) {
@@ -452,19 +405,19 @@ func TestLoadedImagesAreNotShared(t *testing.T) {
 	layers := layersOfSize(t, 1, 64<<10)
 	reg.PutImage("team/app", "v1", "", layers...)
 	name := reg.Host() + "/team/app:v1"
-	from, to := openStore(t, Config{}), openStore(t, Config{})
-	pull(t, from, name)
+	from, to := openStore(t, pull.Config{}), openStore(t, pull.Config{})
+	mustPull(t, from, name)
 	var file bytes.Buffer
-	if err := from.Save(t.Context(), &file, SaveOptions{Refs: []string{name}}); err != nil {
+	if err := from.Save(t.Context(), &file, image.SaveOptions{Refs: []string{name}}); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := to.Load(t.Context(), &file, LoadOptions{}); err != nil {
+	if _, err := to.Load(t.Context(), &file, pull.LoadOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	if keys := to.SharedLayers(); len(keys) > 0 {
 		t.Errorf("%v are announced", keys)
 	}
-	for _, rec := range to.index.Load().records {
+	for _, rec := range to.Snapshot().Records() {
 		k := peers.Key{Registry: reg.Host(), Blob: rec.Blobs[0], DiffID: layers[0].DiffID}
 		if tar, err := to.OpenShared(t.Context(), k); err == nil {
 			t.Error("a loaded layer is served", tar.Close())
@@ -477,17 +430,15 @@ func TestPullCountsBytesOfPeers(t *testing.T) {
 	reg := registrytest.New(t)
 	layers := layersOfSize(t, 1, 64<<10)
 	reg.PutImage("team/app", "v1", "", layers...)
-	var logs [2]testutil.Buffer
 	nodes := peerNodes(t, 2, nil)
-	for i, s := range nodes {
-		s.log = slog.New(slog.NewTextHandler(&logs[i], nil))
-		pull(t, s, reg.Host()+"/team/app:v1")
+	for _, s := range nodes {
+		mustPull(t, s, reg.Host()+"/team/app:v1")
 	}
 	blob := fmt.Sprintf(" bytes=%d peerBytes=0 ", len(layers[0].Blob))
-	if text := logs[0].String(); !strings.Contains(text, blob) {
+	if text := nodes[0].log.String(); !strings.Contains(text, blob) {
 		t.Errorf("no %q in %s", blob, text)
 	}
-	if text := logs[1].String(); !strings.Contains(text, " bytes=0 peerBytes=") || strings.Contains(text, " peerBytes=0 ") {
+	if text := nodes[1].log.String(); !strings.Contains(text, " bytes=0 peerBytes=") || strings.Contains(text, " peerBytes=0 ") {
 		t.Errorf("the bytes of the peer are not logged: %s", text)
 	}
 }
@@ -496,11 +447,11 @@ func TestSharedLayers(t *testing.T) {
 	reg := registrytest.New(t)
 	layers := layersOfSize(t, 2, 4096)
 	reg.PutImage("team/app", "v1", "", layers...)
-	s := openStore(t, Config{})
+	s := openStore(t, pull.Config{})
 	if keys := s.SharedLayers(); len(keys) > 0 {
 		t.Errorf("an empty store has %v", keys)
 	}
-	pull(t, s, reg.Host()+"/team/app:v1")
+	mustPull(t, s, reg.Host()+"/team/app:v1")
 	keys := s.SharedLayers()
 	if len(keys) != len(layers) {
 		t.Fatalf("%d keys", len(keys))
@@ -509,7 +460,7 @@ func TestSharedLayers(t *testing.T) {
 		if k.Registry != reg.Host() || k.Validate() != nil {
 			t.Errorf("key %+v", k)
 		}
-		if !s.layers.storeFor(nil).Has((layer.Source{Blob: k.Blob, DiffID: k.DiffID}).Name()) {
+		if !s.LayerStore(nil).Has((layer.Source{Blob: k.Blob, DiffID: k.DiffID}).Name()) {
 			t.Errorf("no layer of the key %+v", k)
 		}
 	}

@@ -1,11 +1,10 @@
-package image
+package image_test
 
 import (
 	"bufio"
 	"fmt"
 	"io"
 	"log/slog"
-	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -17,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/image/layer"
-	"berth/image/lazy/indexes"
+	"berth/image/pull"
 	"berth/image/unpack/process"
 	"berth/internal/rootfs"
 	"berth/internal/testutil"
@@ -91,10 +90,8 @@ func startRegistry(b *testing.B, dir string) map[string]string {
 	return images
 }
 
-// BenchmarkPullWithIndexes pulls an image in gzip without indexes, and with indexes with points at
-// several distances. They alternate in random order, because a machine's speed changes, and a pull
-// is slower after another one. Metrics have the
-// distance in MiB:
+// BenchmarkPullWithIndexes pulls an image in gzip without and with indexes. They alternate, because a
+// machine's speed changes. The metrics end in 0 without indexes, else in 1:
 //
 //	cpu-s-N     median CPU time of a pull and its indexes
 //	pull-s-N    median time of a pull
@@ -108,34 +105,28 @@ func BenchmarkPullWithIndexes(b *testing.B) {
 	p, err := process.Open(path, time.Minute, log)
 	testutil.Must(b, err)
 	defer p.Close()
-	s, err := Open(b.Context(), Config{Root: testutil.DiskDir(b), Unpack: p.Unpack, Pack: p.Pack,
-		Driver: string(rootfs.EROFS), IndexBytes: 256 << 20}, log)
-	testutil.Must(b, err)
-	defer s.Close()
-	testutil.Must(b, s.CollectGarbage(b.Context()))
-	all := s.indexer
-	none := &indexer{store: &indexes.Store{}}
-	cpu, wall, size := map[int64][]float64{}, map[int64][]float64{}, map[int64]int64{}
-	spans := []int64{0, 2, 3, 4}
+	var nodes [2]*node
+	for i := range nodes {
+		nodes[i], err = open(b.Context(), pull.Config{Root: testutil.DiskDir(b), Unpack: p.Unpack, Pack: p.Pack,
+			Driver: string(rootfs.EROFS), IndexBytes: int64(i) * 256 << 20}, log)
+		testutil.Must(b, err)
+		defer nodes[i].Close()
+		testutil.Must(b, nodes[i].CollectGarbage(b.Context()))
+	}
+	var cpu, wall [2][]float64
+	var size [2]int64
 	for b.Loop() {
-		rand.Shuffle(len(spans), func(i, j int) { spans[i], spans[j] = spans[j], spans[i] })
-		for _, span := range spans {
-			s.indexer = all
-			if span == 0 {
-				s.indexer = none
-			}
-			all.span = func(int64) int64 { return span << 20 }
+		for i, s := range nodes {
 			before, began := cpuTime(b), time.Now()
 			if _, err := s.Pull(b.Context(), images["gzip"], nil); err != nil {
 				b.Fatal(err)
 			}
-			wall[span] = append(wall[span], time.Since(began).Seconds())
-			for all.left.Load() > 0 {
+			wall[i] = append(wall[i], time.Since(began).Seconds())
+			for s.Lazy().Indexing() > 0 {
 				time.Sleep(time.Millisecond)
 			}
-			cpu[span] = append(cpu[span], (cpuTime(b) - before).Seconds())
-			s.indexer = all
-			size[span] = encodedBytes(b, filepath.Join(s.cfg.Root, indexesDir))
+			cpu[i] = append(cpu[i], (cpuTime(b) - before).Seconds())
+			size[i] = encodedBytes(b, filepath.Join(s.cfg.Root, "indexes"))
 			if _, err := s.DropIndexes(); err != nil {
 				b.Fatal(err)
 			}
@@ -143,10 +134,10 @@ func BenchmarkPullWithIndexes(b *testing.B) {
 			waitDeleted(b, s)
 		}
 	}
-	for span := range cpu {
-		b.ReportMetric(median(cpu[span]), fmt.Sprintf("cpu-s-%d", span))
-		b.ReportMetric(median(wall[span]), fmt.Sprintf("pull-s-%d", span))
-		b.ReportMetric(float64(size[span])/1e3, fmt.Sprintf("index-kB-%d", span))
+	for i := range nodes {
+		b.ReportMetric(median(cpu[i]), fmt.Sprintf("cpu-s-%d", i))
+		b.ReportMetric(median(wall[i]), fmt.Sprintf("pull-s-%d", i))
+		b.ReportMetric(float64(size[i])/1e3, fmt.Sprintf("index-kB-%d", i))
 	}
 }
 
@@ -175,7 +166,7 @@ func pullAndRemove(b *testing.B, unpacker, ref string, driver rootfs.Kind) {
 		b.Fatal(err)
 	}
 	defer p.Close()
-	s, err := Open(b.Context(), Config{Root: testutil.DiskDir(b), Unpack: layer.Unpacker(p.Unpack), Pack: layer.Packer(p.Pack), Driver: string(driver)}, log)
+	s, err := open(b.Context(), pull.Config{Root: testutil.DiskDir(b), Unpack: layer.Unpacker(p.Unpack), Pack: layer.Packer(p.Pack), Driver: string(driver)}, log)
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -192,7 +183,7 @@ func pullAndRemove(b *testing.B, unpacker, ref string, driver rootfs.Kind) {
 		}
 		b.StopTimer()
 		cpu += cpuTime(b) - before
-		disk = s.layers.Usage().Bytes
+		disk = s.LayerUsage().Bytes
 		began := time.Now()
 		if err := s.Remove(b.Context(), ref); err != nil {
 			b.Fatal(err)
@@ -220,14 +211,14 @@ func residentMB(b *testing.B) float64 {
 }
 
 // waitDeleted waits until the files of removed layers are gone.
-func waitDeleted(b *testing.B, s *Store) {
+func waitDeleted(b *testing.B, s *node) {
 	b.Helper()
 	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
-		if s.layers.Usage() == (layer.Usage{}) {
+		if s.LayerUsage() == (layer.Usage{}) {
 			return
 		}
 		if time.Now().After(deadline) {
-			b.Fatalf("%+v are left", s.layers.Usage())
+			b.Fatalf("%+v are left", s.LayerUsage())
 		}
 	}
 }

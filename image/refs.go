@@ -121,7 +121,7 @@ func (l *layerRefs) tryAcquire(
 	if len(kinds) == 0 {
 		kinds = anyKind
 	}
-	needs := need{slices.Clone(layers), identity.ChainID(distinct(layers)), kinds}
+	needs := need{slices.Clone(layers), identity.ChainID(Distinct(layers)), kinds}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if gone, deleting := l.layers.isDeleting(needs.layerForms()); deleting {
@@ -198,7 +198,7 @@ func (l *layerRefs) held() (chains [][]digest.Digest, all bool) {
 	defer l.mu.Unlock()
 	for owner, owned := range l.owners {
 		if strings.HasPrefix(owner, holderPrefix) {
-			chains = append(chains, distinct(owned.layers))
+			chains = append(chains, Distinct(owned.layers))
 		}
 	}
 	return chains, l.settled

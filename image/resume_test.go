@@ -1,4 +1,4 @@
-package image
+package image_test
 
 import (
 	"bytes"
@@ -21,8 +21,10 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"berth/image"
 	"berth/image/layer"
 	"berth/image/partial"
+	"berth/image/pull"
 	"berth/image/registry/registrytest"
 	"berth/internal/testutil"
 )
@@ -149,10 +151,10 @@ func (c *cutter) ranges() int {
 
 func keptFiles(t *testing.T, root string) (paths []string) {
 	t.Helper()
-	entries, err := os.ReadDir(filepath.Join(root, partialDir, partialBlobs))
+	entries, err := os.ReadDir(filepath.Join(root, "partial", "blobs"))
 	testutil.Must(t, err)
 	for _, e := range entries {
-		paths = append(paths, filepath.Join(root, partialDir, partialBlobs, e.Name()))
+		paths = append(paths, filepath.Join(root, "partial", "blobs", e.Name()))
 	}
 	return paths
 }
@@ -165,15 +167,15 @@ func wantKept(t *testing.T, root string, n int) {
 }
 
 // failPull pulls an image whose transfer breaks off.
-func failPull(t *testing.T, s *Store, ref string) {
+func failPull(t *testing.T, s *node, ref string) {
 	t.Helper()
 	if _, err := s.Pull(t.Context(), ref, nil); err == nil {
 		t.Fatalf("pull of %s succeeded", ref)
 	}
 }
 
-func resumeConfig(t *testing.T) Config {
-	return Config{Root: t.TempDir(), PartialTTL: time.Hour, StallTimeout: 10 * time.Second}
+func resumeConfig(t *testing.T) pull.Config {
+	return pull.Config{Root: t.TempDir(), PartialTTL: time.Hour, StallTimeout: 10 * time.Second}
 }
 
 // A pull whose connection is cut at 60 % of a layer continues there.
@@ -209,7 +211,7 @@ func TestPullResumesFailedPull(t *testing.T) {
 			c.moved()
 			c.limit.Store(-1)
 			c.plain.Store(tc.plain)
-			img := pull(t, s, reg.Host()+"/app:v1")
+			img := mustPull(t, s, reg.Host()+"/app:v1")
 			if n := c.moved(); n > tc.most || n < size*40/100 || tc.ttl == 0 && n != size {
 				t.Errorf("the second pull moved %d of %d bytes, want at most %d", n, size, tc.most)
 			}
@@ -258,7 +260,7 @@ func TestPullResumesCancelledPull(t *testing.T) {
 			result := pullLater(ctx, s, reg.Host()+"/app:v1")
 			<-c.held
 			eventually(t, "the bytes are received", func() bool {
-				_, bytes := s.partial.Usage()
+				_, bytes := s.PartialUsage()
 				return bytes == c.limit.Load()
 			})
 			if closed {
@@ -274,7 +276,7 @@ func TestPullResumesCancelledPull(t *testing.T) {
 			}
 			c.moved()
 			c.limit.Store(-1)
-			pull(t, s, reg.Host()+"/app:v1")
+			mustPull(t, s, reg.Host()+"/app:v1")
 			if n, size := c.moved(), int64(len(l.Blob)); n > size*45/100 {
 				t.Errorf("the second pull moved %d of %d bytes", n, size)
 			}
@@ -312,7 +314,7 @@ func TestPullWithAnyKeptBytes(t *testing.T) {
 			s = openStore(t, cfg)
 			c.moved()
 			c.limit.Store(-1)
-			img := pull(t, s, reg.Host()+"/app:v1")
+			img := mustPull(t, s, reg.Host()+"/app:v1")
 			if n := c.moved(); n < tc.least || n > tc.most {
 				t.Errorf("the second pull moved %d bytes, want %d to %d", n, tc.least, tc.most)
 			}
@@ -354,16 +356,16 @@ func TestKeptBytesNeedAccess(t *testing.T) {
 		wantCode(t, err, codes.PermissionDenied)
 		wantKept(t, cfg.Root, 1)
 		ranges := c.ranges()
-		pull(t, s, reg.Host()+"/reader:v1") // may have the blob, and gets it as a whole
+		mustPull(t, s, reg.Host()+"/reader:v1") // may have the blob, and gets it as a whole
 		if n := c.ranges() - ranges; n != 0 {
 			t.Errorf("%d requests for the rest of another repository's bytes", n)
 		}
 		wantKept(t, cfg.Root, 1)
 		testutil.Must(t, s.Close())
-		testutil.Must(t, os.RemoveAll(filepath.Join(cfg.Root, recordsDir))) // forget the reader's image
+		testutil.Must(t, os.RemoveAll(filepath.Join(cfg.Root, "records"))) // forget the reader's image
 		s = openStore(t, cfg)
 		c.moved()
-		pull(t, s, reg.Host()+"/victim:v1")
+		mustPull(t, s, reg.Host()+"/victim:v1")
 		if n := c.moved(); n > int64(len(l.Blob))*45/100 {
 			t.Errorf("the refused pull cost the owner his bytes: %d moved", n)
 		}
@@ -380,10 +382,10 @@ func TestKeptBytesNeedAccess(t *testing.T) {
 		cfg := resumeConfig(t)
 		s := openStore(t, cfg)
 		failPull(t, s, reg.Host()+"/victim:v1")
-		_, before := s.partial.Usage()
+		_, before := s.PartialUsage()
 		c.limit.Store(-1)
 		failPull(t, s, reg.Host()+"/attacker:v1")
-		if _, after := s.partial.Usage(); after != before {
+		if _, after := s.PartialUsage(); after != before {
 			t.Errorf("the attacker has left %d of %d bytes", after, before)
 		}
 	})
@@ -395,7 +397,7 @@ func TestKeptBytesNeedAccess(t *testing.T) {
 		c := cut(attacker, l, -1)
 		s := openStore(t, resumeConfig(t))
 		failPull(t, s, victim.Host()+"/app:v1")
-		pull(t, s, attacker.Host()+"/app:v1")
+		mustPull(t, s, attacker.Host()+"/app:v1")
 		if n := c.ranges(); n != 0 {
 			t.Errorf("%d requests for the rest of another registry's bytes", n)
 		}
@@ -416,33 +418,24 @@ func TestFinishedLayersAreKept(t *testing.T) {
 				testutil.Must(t, s.Close())
 				s = openStore(t, cfg)
 			}
-			if n := len(s.layers.List()); n != 1 {
+			if n := len(s.LayerNames()); n != 1 {
 				t.Errorf("%d layers are kept", n)
 			}
 			c.limit.Store(-1)
 			before := downloads(reg, good)
-			pull(t, s, reg.Host()+"/app:v1")
+			mustPull(t, s, reg.Host()+"/app:v1")
 			if n := downloads(reg, good) - before; n != 0 {
 				t.Errorf("a finished layer was fetched %d times", n)
 			}
-			if n := len(s.finished.names()); n != 0 {
+			if n := len(s.FinishedNames()); n != 0 {
 				t.Errorf("%d finished layers after a pull that succeeded", n)
 			}
 			testutil.Must(t, s.Remove(t.Context(), reg.Host()+"/app:v1"))
-			if n := len(s.layers.List()); n != 0 {
+			if n := len(s.LayerNames()); n != 0 {
 				t.Errorf("%d layers after the removal of the image", n)
 			}
 		})
 	}
-}
-
-func (f *finished) names() (names []digest.Digest) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	for name := range f.layers {
-		names = append(names, name)
-	}
-	return names
 }
 
 // What failed pulls leave is deleted when it expires, before an image is removed, when a pull lacks
@@ -451,25 +444,25 @@ func TestPartialLayersAreDeleted(t *testing.T) {
 	good, bad := bigLayer(t, "good", 1), bigLayer(t, "bad", 2)
 	for _, tc := range []struct {
 		name string
-		do   func(t *testing.T, s *Store, cfg Config, ref string) *Store
+		do   func(t *testing.T, s *node, cfg pull.Config, ref string) *node
 	}{
-		{"expired", func(t *testing.T, s *Store, _ Config, _ string) *Store {
-			s.expireAt(time.Now().Add(time.Hour))
+		{"expired", func(t *testing.T, s *node, _ pull.Config, _ string) *node {
+			s.ExpireAt(time.Now().Add(time.Hour))
 			return s
 		}},
-		{"expired before a start", func(t *testing.T, s *Store, cfg Config, _ string) *Store {
+		{"expired before a start", func(t *testing.T, s *node, cfg pull.Config, _ string) *node {
 			testutil.Must(t, s.Close())
 			past := time.Now().Add(-2 * time.Hour)
 			testutil.Must(t, os.Chtimes(keptFiles(t, cfg.Root)[0], past, past))
 			cfg.PartialTTL = time.Nanosecond
 			return openStore(t, cfg)
 		}},
-		{"turned off", func(t *testing.T, s *Store, cfg Config, _ string) *Store {
+		{"turned off", func(t *testing.T, s *node, cfg pull.Config, _ string) *node {
 			testutil.Must(t, s.Close())
 			cfg.PartialTTL = 0
 			return openStore(t, cfg)
 		}},
-		{"another image is removed", func(t *testing.T, s *Store, _ Config, ref string) *Store {
+		{"another image is removed", func(t *testing.T, s *node, _ pull.Config, ref string) *node {
 			testutil.Must(t, s.Remove(t.Context(), ref))
 			return s
 		}},
@@ -480,15 +473,15 @@ func TestPartialLayersAreDeleted(t *testing.T) {
 			reg.PutImage("other", "v1", "", plain(t, "a", "b"))
 			cfg := resumeConfig(t)
 			s := openStore(t, cfg)
-			pull(t, s, reg.Host()+"/other:v1")
+			mustPull(t, s, reg.Host()+"/other:v1")
 			keepGood(t, s, reg, reg.Host()+"/app:v1", good, bad)
 			wantKept(t, cfg.Root, 1)
 			s = tc.do(t, s, cfg, reg.Host()+"/other:v1")
 			wantKept(t, cfg.Root, 0)
-			if n := len(s.finished.names()); n != 0 {
+			if n := len(s.FinishedNames()); n != 0 {
 				t.Errorf("%d finished layers", n)
 			}
-			if n, images := len(s.layers.List()), len(s.List()); n != images {
+			if n, images := len(s.LayerNames()), len(s.List()); n != images {
 				t.Errorf("%d layers for %d images", n, images)
 			}
 		})
@@ -518,7 +511,7 @@ func TestNoPartialLayersOnFullDisk(t *testing.T) {
 	failPull(t, s, reg.Host()+"/app:v1")
 	wantKept(t, cfg.Root, 0) // there is room for the layer only
 	c.limit.Store(-1)
-	pull(t, s, reg.Host()+"/app:v1")
+	mustPull(t, s, reg.Host()+"/app:v1")
 }
 
 // A manifest that claims more than the disk can have costs no kept bytes. Anyone can write one.
@@ -539,7 +532,7 @@ func TestClaimedSizeKeepsPartialLayers(t *testing.T) {
 	_, err := s.Pull(t.Context(), reg.Host()+"/other:v1", nil)
 	wantCode(t, err, codes.ResourceExhausted)
 	wantKept(t, cfg.Root, 1)
-	if n := len(s.finished.names()); n != 1 {
+	if n := len(s.FinishedNames()); n != 1 {
 		t.Errorf("%d finished layers", n)
 	}
 }
@@ -551,35 +544,35 @@ func TestRemoveKeepsLayersOfCurrentPulls(t *testing.T) {
 	reg.PutImage("app", "v1", "", good, bad)
 	reg.PutImage("other", "v1", "", plain(t, "a", "b"))
 	s := openStore(t, resumeConfig(t))
-	pull(t, s, reg.Host()+"/other:v1")
+	mustPull(t, s, reg.Host()+"/other:v1")
 	c := cut(reg, bad, len(bad.Blob)*60/100)
 	c.held = make(chan struct{}, 1)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	result := pullLater(ctx, s, reg.Host()+"/app:v1")
 	<-c.held
-	eventually(t, "a layer is finished", func() bool { return len(s.finished.names()) == 1 })
+	eventually(t, "a layer is finished", func() bool { return len(s.FinishedNames()) == 1 })
 	testutil.Must(t, s.Remove(t.Context(), reg.Host()+"/other:v1"))
 	cancel()
 	<-result
-	if n := len(s.finished.names()); n != 1 {
+	if n := len(s.FinishedNames()); n != 1 {
 		t.Errorf("%d finished layers", n)
 	}
 }
 
 // keepGood cancels a pull of an image with a finished and an unfinished layer, and returns the
 // registry's cutter.
-func keepGood(t *testing.T, s *Store, reg *registrytest.Server, ref string, good, bad registrytest.Layer) *cutter {
+func keepGood(t *testing.T, s *node, reg *registrytest.Server, ref string, good, bad registrytest.Layer) *cutter {
 	t.Helper()
 	c := cut(reg, bad, len(bad.Blob)*60/100)
 	c.held = make(chan struct{}, 1)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	before := len(s.finished.names())
+	before := len(s.FinishedNames())
 	result := pullLater(ctx, s, ref)
 	<-c.held
-	eventually(t, "a layer is finished", func() bool { return len(s.finished.names()) == before+1 })
-	eventually(t, "the other has bytes", func() bool { _, n := s.partial.Usage(); return n >= c.limit.Load() })
+	eventually(t, "a layer is finished", func() bool { return len(s.FinishedNames()) == before+1 })
+	eventually(t, "the other has bytes", func() bool { _, n := s.PartialUsage(); return n >= c.limit.Load() })
 	cancel()
 	<-result
 	return c
@@ -593,8 +586,8 @@ func TestRemovePartial(t *testing.T) {
 	s := openStore(t, resumeConfig(t))
 	c := keepGood(t, s, reg, reg.Host()+"/app:v1", good, bad)
 	got := s.Partial()
-	stored := s.layers.bytes(s.finished.names()[0])
-	if want := (Partial{Unfinished: 1, Finished: 1, Bytes: uint64(c.limit.Load()) + stored}); got != want || stored < 5<<20 {
+	stored := s.LayerBytes(s.FinishedNames()[0])
+	if want := (image.Partial{Unfinished: 1, Finished: 1, Bytes: uint64(c.limit.Load()) + stored}); got != want || stored < 5<<20 {
 		t.Errorf("partial layers are %+v, want %+v", got, want)
 	}
 	usage, err := s.Usage(t.Context())
@@ -605,8 +598,8 @@ func TestRemovePartial(t *testing.T) {
 	if removed := s.RemovePartial(); removed != got {
 		t.Errorf("removed %+v, want %+v", removed, got)
 	}
-	if left := s.Partial(); left != (Partial{}) || len(s.layers.List()) != 0 {
-		t.Errorf("%+v and %d layers are left", left, len(s.layers.List()))
+	if left := s.Partial(); left != (image.Partial{}) || len(s.LayerNames()) != 0 {
+		t.Errorf("%+v and %d layers are left", left, len(s.LayerNames()))
 	}
 	wantKept(t, s.cfg.Root, 0)
 }
@@ -621,8 +614,8 @@ func TestFinishedLayersHaveLimit(t *testing.T) {
 	cfg := resumeConfig(t)
 	s := openStore(t, cfg)
 	keepGood(t, s, reg, reg.Host()+"/app:v1", good, bad)
-	oldest := s.finished.names()[0]
-	s.finished.most = s.layers.bytes(oldest) * 3 / 2
+	oldest := s.FinishedNames()[0]
+	*s.MostFinished() = s.LayerBytes(oldest) * 3 / 2
 	c := cut(reg, worse, len(worse.Blob)*60/100)
 	c.held = make(chan struct{}, 1)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -630,12 +623,12 @@ func TestFinishedLayersHaveLimit(t *testing.T) {
 	result := pullLater(ctx, s, reg.Host()+"/app:v2")
 	<-c.held
 	eventually(t, "another layer is finished", func() bool {
-		names := s.finished.names()
+		names := s.FinishedNames()
 		return len(names) == 1 && names[0] != oldest
 	})
 	cancel()
 	<-result
-	if n := len(s.layers.List()); n != 1 {
+	if n := len(s.LayerNames()); n != 1 {
 		t.Errorf("%d layers are kept", n)
 	}
 }
@@ -648,10 +641,10 @@ func TestPartialLayersGiveWay(t *testing.T) {
 	reg.PutImage("other", "v1", "", plain(t, "a", "b"))
 	cfg := resumeConfig(t)
 	var short atomic.Bool
-	var s *Store
+	var s *node
 	cfg.Reserve = layer.Reserve{Percent: 1, Bytes: 1 << 20, Statfs: func(string) (unix.Statfs_t, error) {
 		free := uint64(1 << 40)
-		if short.Load() && s.Partial() != (Partial{}) {
+		if short.Load() && s.Partial() != (image.Partial{}) {
 			free = 0
 		}
 		return unix.Statfs_t{Bsize: 1, Blocks: 1 << 40, Bavail: free}, nil
@@ -659,8 +652,8 @@ func TestPartialLayersGiveWay(t *testing.T) {
 	s = openStore(t, cfg)
 	keepGood(t, s, reg, reg.Host()+"/app:v1", good, bad)
 	short.Store(true)
-	pull(t, s, reg.Host()+"/other:v1")
-	if left := s.Partial(); left != (Partial{}) {
+	mustPull(t, s, reg.Host()+"/other:v1")
+	if left := s.Partial(); left != (image.Partial{}) {
 		t.Errorf("%+v are left", left)
 	}
 }
@@ -677,7 +670,7 @@ func TestBadImageTakesNoFinishedLayers(t *testing.T) {
 	keepGood(t, s, reg, reg.Host()+"/victim:v1", good, bad)
 	_, err := s.Pull(t.Context(), reg.Host()+"/attacker:v1", nil)
 	wantCode(t, err, codes.DataLoss)
-	if n := len(s.finished.names()); n != 1 {
+	if n := len(s.FinishedNames()); n != 1 {
 		t.Errorf("the victim has %d finished layers", n)
 	}
 }
@@ -698,22 +691,22 @@ func TestFinishedRecordsAfterPowerCut(t *testing.T) {
 			s := openStore(t, cfg)
 			c := keepGood(t, s, reg, reg.Host()+"/app:v1", good, bad)
 			testutil.Must(t, s.Close())
-			records, err := filepath.Glob(filepath.Join(cfg.Root, partialDir, partialLayers, "*.record"))
+			records, err := filepath.Glob(filepath.Join(cfg.Root, "partial", "layers", "*.record"))
 			if err != nil || len(records) != 1 {
 				t.Fatalf("records are %v, %v", records, err)
 			}
 			testutil.Must(t, damage(records[0]))
 			s = openStore(t, cfg)
-			survey, err := InspectPartial(cfg.Root, cfg.PartialTTL)
+			survey, err := image.InspectPartial(cfg.Root, cfg.PartialTTL)
 			testutil.Must(t, err)
 			if r := survey.Records; len(r.Damaged)+len(r.SetAside)+len(r.Other)+len(survey.Layers) != 0 {
 				t.Errorf("left of the record: %+v", survey)
 			}
-			if n := len(s.layers.List()); n != 0 {
+			if n := len(s.LayerNames()); n != 0 {
 				t.Errorf("%d layers without a record", n)
 			}
 			c.limit.Store(-1)
-			img := pull(t, s, reg.Host()+"/app:v1")
+			img := mustPull(t, s, reg.Host()+"/app:v1")
 			for _, file := range []string{"good", "bad"} {
 				if got := readFile(t, s, img, file); len(got) != 5<<20 {
 					t.Errorf("file %s has %d bytes", file, len(got))
@@ -730,17 +723,17 @@ func TestFinishedRecordOfImage(t *testing.T) {
 	reg.PutImage("app", "v1", "", l)
 	cfg := resumeConfig(t)
 	s := openStore(t, cfg)
-	img := pull(t, s, reg.Host()+"/app:v1")
-	rec := finishedLayer{Layer: img.Layers[0], Image: reg.Host() + "/app:v1", Time: time.Now()}
-	testutil.Must(t, s.finished.dir.Write(rec.Layer.Encoded(), rec))
+	img := mustPull(t, s, reg.Host()+"/app:v1")
+	rec := image.FinishedLayer{Layer: img.Layers[0], Image: reg.Host() + "/app:v1", Time: time.Now()}
+	testutil.Must(t, s.FinishedDir().Write(rec.Layer.Encoded(), rec))
 	testutil.Must(t, s.Close())
 	s = openStore(t, cfg)
-	survey, err := InspectPartial(cfg.Root, cfg.PartialTTL)
+	survey, err := image.InspectPartial(cfg.Root, cfg.PartialTTL)
 	testutil.Must(t, err)
-	if len(survey.Layers)+len(s.finished.names()) != 0 {
+	if len(survey.Layers)+len(s.FinishedNames()) != 0 {
 		t.Errorf("finished layers are %v", survey.Layers)
 	}
-	pull(t, s, reg.Host()+"/app:v1")
+	mustPull(t, s, reg.Host()+"/app:v1")
 }
 
 // InspectPartial finds what is not a partial layer, and what a running daemon would have deleted.
@@ -751,23 +744,23 @@ func TestInspectPartial(t *testing.T) {
 	cfg := resumeConfig(t)
 	s := openStore(t, cfg)
 	keepGood(t, s, reg, reg.Host()+"/app:v1", good, bad)
-	survey, err := InspectPartial(cfg.Root, cfg.PartialTTL)
+	survey, err := image.InspectPartial(cfg.Root, cfg.PartialTTL)
 	testutil.Must(t, err)
 	if len(survey.Layers) != 1 || len(survey.Unknown)+len(survey.Expired) != 0 {
 		t.Errorf("found %+v", survey)
 	}
-	dir := filepath.Join(cfg.Root, partialDir)
+	dir := filepath.Join(cfg.Root, "partial")
 	testutil.Must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
-	testutil.Must(t, os.WriteFile(filepath.Join(dir, partialBlobs, "file"), nil, 0o600))
+	testutil.Must(t, os.WriteFile(filepath.Join(dir, "blobs", "file"), nil, 0o600))
 	past := time.Now().Add(-2 * time.Hour)
 	testutil.Must(t, os.Chtimes(keptFile(t, cfg.Root), past, past))
-	survey, err = InspectPartial(cfg.Root, cfg.PartialTTL)
+	survey, err = image.InspectPartial(cfg.Root, cfg.PartialTTL)
 	testutil.Must(t, err)
-	want := []string{filepath.Join(dir, "file"), filepath.Join(dir, partialBlobs, "file")}
+	want := []string{filepath.Join(dir, "file"), filepath.Join(dir, "blobs", "file")}
 	if !slices.Equal(survey.Unknown, want) || !slices.Equal(survey.Expired, []string{keptFile(t, cfg.Root)}) {
 		t.Errorf("found %+v", survey)
 	}
-	if survey, err = InspectPartial(cfg.Root, 0); err != nil || len(survey.Expired) != 1 { // the record is new
+	if survey, err = image.InspectPartial(cfg.Root, 0); err != nil || len(survey.Expired) != 1 { // the record is new
 		t.Errorf("found %+v, %v", survey, err)
 	}
 }

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"io"
 	"slices"
-	"strings"
 
 	"github.com/opencontainers/go-digest"
 
@@ -40,14 +39,14 @@ func (s *Store) Save(ctx context.Context, out io.Writer, opts SaveOptions) error
 	if len(opts.Refs) == 0 {
 		return errdefs.InvalidArgument("save: no image is named")
 	}
-	track, err := s.pulls.start("save " + strings.Join(opts.Refs, " ")) // Close waits for it
-	if err != nil {
-		return fmt.Errorf("save images: %w", err)
+	leave, ok := s.life.Enter() // Close waits for it
+	if !ok {
+		return fmt.Errorf("save images: %w", errdefs.Unavailable("image store is closed"))
 	}
-	defer s.pulls.end(track)
+	defer leave()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	defer context.AfterFunc(s.ctx, cancel)()
+	defer context.AfterFunc(s.life.Context(), cancel)()
 	wanted, err := s.toSave(opts.Refs)
 	if err != nil {
 		return err
@@ -56,12 +55,12 @@ func (s *Store) Save(ctx context.Context, out io.Writer, opts SaveOptions) error
 	for _, w := range wanted {
 		layers = append(layers, w.image.Layers...)
 	}
-	release, err := s.keepLayers(ctx, layers)
+	release, err := s.Acquire(ctx, "save", layers)
 	if err != nil {
 		return fmt.Errorf("save images: %w", err)
 	}
 	defer release()
-	if err := s.awaitComplete(ctx, layers); err != nil {
+	if err := s.lazy.Await(ctx, layers); err != nil {
 		return fmt.Errorf("save images: %w", err)
 	}
 	var images []archive.Saved
@@ -103,7 +102,7 @@ func (s *Store) toSave(refs []string) (list []*namedImage, err error) {
 
 // tagOf returns the tag of an image that a caller wrote, in its normalized form.
 func (s *Store) tagOf(img *Image, written string) (registry.Reference, bool) {
-	candidates, err := s.client.Candidates(written)
+	candidates, err := s.cfg.Client.Candidates(written)
 	if err != nil {
 		return registry.Reference{}, false
 	}
@@ -116,10 +115,11 @@ func (s *Store) tagOf(img *Image, written string) (registry.Reference, bool) {
 	return candidates[i], true
 }
 
-// keepLayers keeps layers from deletion until release.
-func (s *Store) keepLayers(ctx context.Context, layers []digest.Digest) (release func(), err error) {
+// Acquire keeps layers from deletion until release. It waits for deletions under way. what names
+// the reason in waits.
+func (s *Store) Acquire(ctx context.Context, what string, layers []digest.Digest) (release func(), err error) {
 	owner := fmt.Sprintf("%s%d", pullPrefix, s.pullID.Add(1))
-	end := s.cfg.Waits.Begin("layer deletion", owner)
+	end := s.cfg.Waits.Begin("layer deletion", what)
 	err = s.refs.acquire(ctx, owner, layers)
 	end()
 	if err != nil {
@@ -197,6 +197,9 @@ type Tar struct {
 	release func()
 }
 
+// NewTar returns a tar that calls release when it is closed.
+func NewTar(tar *layer.Tar, release func()) *Tar { return &Tar{tar, release} }
+
 // Close closes the tar.
 func (t *Tar) Close() error {
 	err := t.Tar.Close()
@@ -210,7 +213,7 @@ func (t *Tar) Close() error {
 func (s *Store) OpenTar(ctx context.Context, diffID digest.Digest) (*Tar, error) {
 	failed := errdefs.NotFound("no layer has the tar %s", diffID)
 	for _, name := range s.layers.withTar(diffID) {
-		release, err := s.keepLayers(ctx, []digest.Digest{name})
+		release, err := s.Acquire(ctx, "tar "+diffID.String(), []digest.Digest{name})
 		if err != nil {
 			return nil, err
 		}
@@ -226,7 +229,7 @@ func (s *Store) OpenTar(ctx context.Context, diffID digest.Digest) (*Tar, error)
 
 // openComplete opens the tar of a layer once the layer is complete.
 func (s *Store) openComplete(ctx context.Context, name digest.Digest) (*layer.Tar, error) {
-	if err := s.awaitComplete(ctx, []digest.Digest{name}); err != nil {
+	if err := s.lazy.Await(ctx, []digest.Digest{name}); err != nil {
 		return nil, err
 	}
 	return s.layers.openTar(name)

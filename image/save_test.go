@@ -1,4 +1,4 @@
-package image
+package image_test
 
 import (
 	"archive/tar"
@@ -20,18 +20,20 @@ import (
 	"github.com/opencontainers/go-digest"
 	"google.golang.org/grpc/codes"
 
+	"berth/image"
 	"berth/image/archive"
 	"berth/image/layer"
+	"berth/image/pull"
 	"berth/internal/testutil"
 )
 
 // Another implementation reads saved archives and finds the images as they were. Loaded again they
 // have the same IDs and content.
 func TestSave(t *testing.T) {
-	s := openStore(t, Config{})
+	s := openStore(t, pull.Config{})
 	one, two := imageWith(t, "one"), imageWith(t, "two")
 	for tag, img := range map[string]v1.Image{"example.com/one:v1": one, "example.com/two:v2": two} {
-		_, err := s.Load(t.Context(), bytes.NewReader(dockerArchive(t, tag, img)), LoadOptions{})
+		_, err := s.Load(t.Context(), bytes.NewReader(dockerArchive(t, tag, img)), pull.LoadOptions{})
 		testutil.Must(t, err)
 	}
 	_, err := s.Tag(t.Context(), "example.com/one:v1", "example.com/one:other")
@@ -40,15 +42,15 @@ func TestSave(t *testing.T) {
 	for _, format := range []archive.Format{archive.OCI, archive.Docker} {
 		t.Run(string(format), func(t *testing.T) {
 			var out bytes.Buffer
-			testutil.Must(t, s.Save(t.Context(), &out, SaveOptions{Refs: refs, Format: format}))
+			testutil.Must(t, s.Save(t.Context(), &out, image.SaveOptions{Refs: refs, Format: format}))
 			wantDockerImage(t, out.Bytes(), "example.com/one:v1", one)
 			wantDockerImage(t, out.Bytes(), "example.com/one:other", one)
 			wantDockerImage(t, out.Bytes(), "example.com/two:v2", two)
 			if format == archive.OCI {
 				wantLayout(t, out.Bytes(), 3)
 			}
-			other := openStore(t, Config{})
-			images, err := other.Load(t.Context(), bytes.NewReader(out.Bytes()), LoadOptions{})
+			other := openStore(t, pull.Config{})
+			images, err := other.Load(t.Context(), bytes.NewReader(out.Bytes()), pull.LoadOptions{})
 			testutil.Must(t, err)
 			if len(images) != 2 {
 				t.Fatalf("%d images", len(images))
@@ -114,12 +116,12 @@ func wantLayout(t *testing.T, data []byte, entries int) {
 
 // Nothing is written for an image whose layers cannot be restored.
 func TestSaveFailures(t *testing.T) {
-	s := openStore(t, Config{})
+	s := openStore(t, pull.Config{})
 	replaced, err := mutate.AppendLayers(imageWith(t, "below"), layerOf(t, twice(t)))
 	testutil.Must(t, err)
-	_, err = s.Load(t.Context(), bytes.NewReader(dockerArchive(t, "example.com/replaced:v1", replaced)), LoadOptions{})
+	_, err = s.Load(t.Context(), bytes.NewReader(dockerArchive(t, "example.com/replaced:v1", replaced)), pull.LoadOptions{})
 	testutil.Must(t, err)
-	_, err = s.Load(t.Context(), bytes.NewReader(dockerArchive(t, "example.com/good:v1", imageWith(t, "good"))), LoadOptions{})
+	_, err = s.Load(t.Context(), bytes.NewReader(dockerArchive(t, "example.com/good:v1", imageWith(t, "good"))), pull.LoadOptions{})
 	testutil.Must(t, err)
 	for what, c := range map[string]struct {
 		refs   []string
@@ -134,19 +136,19 @@ func TestSaveFailures(t *testing.T) {
 	} {
 		t.Run(what, func(t *testing.T) {
 			var out bytes.Buffer
-			wantCode(t, s.Save(t.Context(), &out, SaveOptions{Refs: c.refs, Format: c.format}), c.code, c.text)
+			wantCode(t, s.Save(t.Context(), &out, image.SaveOptions{Refs: c.refs, Format: c.format}), c.code, c.text)
 			if out.Len() > 0 {
 				t.Errorf("%d bytes are written", out.Len())
 			}
 		})
 	}
 	full := errors.New("disk is full")
-	if err := s.Save(t.Context(), failingWriter{full}, SaveOptions{Refs: []string{"example.com/good:v1"}}); !errors.Is(err, full) {
+	if err := s.Save(t.Context(), failingWriter{full}, image.SaveOptions{Refs: []string{"example.com/good:v1"}}); !errors.Is(err, full) {
 		t.Errorf("full disk: %v", err)
 	}
 	cancelled, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := s.Save(cancelled, io.Discard, SaveOptions{Refs: []string{"example.com/good:v1"}}); !errors.Is(err, context.Canceled) {
+	if err := s.Save(cancelled, io.Discard, image.SaveOptions{Refs: []string{"example.com/good:v1"}}); !errors.Is(err, context.Canceled) {
 		t.Errorf("cancelled: %v", err)
 	}
 }
@@ -178,8 +180,8 @@ func layerOf(t *testing.T, data []byte) v1.Layer {
 
 // An open tar keeps its layer, whoever removes the image.
 func TestOpenTar(t *testing.T) {
-	s := openStore(t, Config{})
-	images, err := s.Load(t.Context(), bytes.NewReader(dockerArchive(t, "example.com/app:v1", imageWith(t, "kept"))), LoadOptions{})
+	s := openStore(t, pull.Config{})
+	images, err := s.Load(t.Context(), bytes.NewReader(dockerArchive(t, "example.com/app:v1", imageWith(t, "kept"))), pull.LoadOptions{})
 	testutil.Must(t, err)
 	want := tarOf(t, "f", "kept")
 	restored, err := s.OpenTar(t.Context(), digest.FromBytes(want))

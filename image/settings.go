@@ -27,7 +27,7 @@ func (s *Store) Prepare(next Settings) (apply func(), err error) {
 	if err != nil {
 		return nil, err
 	}
-	setRegistries, err := s.client.Prepare(next.Registries)
+	setRegistries, err := s.cfg.Client.Prepare(next.Registries)
 	if err != nil {
 		return nil, err
 	}
@@ -40,6 +40,6 @@ func (s *Store) Prepare(next Settings) (apply func(), err error) {
 		s.writing <- struct{}{}
 		defer func() { <-s.writing }()
 		s.pinned = pinned
-		s.index.Store(newIndex(s.index.Load().records, nil, pinned)) // no old entries: each has its pin
+		s.snapshot.Store(newSnapshot(s.Snapshot().records, nil, pinned)) // no old entries: each has its pin
 	}, nil
 }

@@ -14,7 +14,7 @@ import (
 	"google.golang.org/grpc/codes"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/image/registry"
 	"berth/image/trust"
 	"berth/internal/errdefs"
@@ -32,7 +32,7 @@ const (
 type signatures struct {
 	verifier *trust.Verifier
 	config   atomic.Pointer[trust.Config]
-	records  *checkpoint.Dir
+	records  *record.Dir
 
 	mu   sync.Mutex // guards kept
 	kept map[string]*trust.Evidence
@@ -44,7 +44,7 @@ func openSignatures(root string, c trust.Config, log *slog.Logger) (*signatures,
 	if err := c.Check(); err != nil {
 		return nil, err
 	}
-	records, err := checkpoint.OpenDir(filepath.Join(root, evidenceDir), evidenceKind, evidenceVersion, checkpoint.Power)
+	records, err := record.OpenDir(filepath.Join(root, evidenceDir), evidenceKind, evidenceVersion, record.Power)
 	if err != nil {
 		return nil, err
 	}
@@ -95,7 +95,7 @@ func (s *signatures) forget(id string) error {
 }
 
 // forgetAllBut deletes the evidence of images that do not exist.
-func (s *signatures) forgetAllBut(images map[string]record) (failed error) {
+func (s *signatures) forgetAllBut(images map[string]imageRecord) (failed error) {
 	for id := range s.kept { // at start, before there are other users
 		if _, ok := images[id]; !ok {
 			failed = errors.Join(failed, s.forget(id))
@@ -132,13 +132,13 @@ func (s *Store) Verify(ctx context.Context, img *Image, written, namespace strin
 			return nil
 		}
 	}
-	return signatureError("image "+img.ID, err)
+	return SignatureError("image "+img.ID, err)
 }
 
 // namesOf returns the names under which Verify checks an image.
 func (s *Store) namesOf(img *Image, written string) (names []registry.Reference) {
-	x := s.index.Load()
-	if candidates, err := s.client.Candidates(written); err == nil {
+	x := s.Snapshot()
+	if candidates, err := s.cfg.Client.Candidates(written); err == nil {
 		for _, ref := range candidates {
 			if found := x.byName[ref.String()]; found != nil && found.ID == img.ID {
 				return []registry.Reference{ref}
@@ -153,8 +153,25 @@ func (s *Store) namesOf(img *Image, written string) (names []registry.Reference)
 	return names
 }
 
-// signatureError gives a rejection the form that kubelet recognizes: codes.Unknown and a text that
+// CheckPull checks an image that a pull has resolved, and returns the evidence to keep with it. See
+// trust.Verifier.Pull.
+func (s *Store) CheckPull(ctx context.Context, namespace string, repo *registry.Repository,
+	img *registry.Image) (*trust.Evidence, error) {
+	return s.signatures.checkPull(ctx, namespace, repo, img)
+}
+
+// MayReuse reports whether a present image passes the policy without another look at the registry.
+func (s *Store) MayReuse(ctx context.Context, namespace string, ref registry.Reference, id string) bool {
+	return s.signatures.mayReuse(ctx, namespace, ref, id)
+}
+
+// KeepEvidence records the evidence of an image. An image needs none if evidence is nil.
+func (s *Store) KeepEvidence(id string, evidence *trust.Evidence) error {
+	return s.signatures.keep(id, evidence)
+}
+
+// SignatureError gives a rejection the form that kubelet recognizes: codes.Unknown and a text that
 // begins with SignatureValidationFailed.
-func signatureError(what string, err error) error {
+func SignatureError(what string, err error) error {
 	return errdefs.New(codes.Unknown, "%w: %s: %w", crierrors.ErrSignatureValidationFailed, what, err)
 }

@@ -1,4 +1,4 @@
-package image
+package image_test
 
 import (
 	"context"
@@ -7,13 +7,14 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	"berth/image/pull"
 	"berth/image/registry/registrytest"
 )
 
 // A registry that stops sending does not prevent pulls from other registries.
 func TestSlowRegistryDoesNotStarveOthers(t *testing.T) {
 	slow, other := registrytest.New(t), registrytest.New(t)
-	s := openStore(t, Config{MaxUnpacking: 2})
+	s := openStore(t, pull.Config{MaxUnpacking: 2})
 	held := gzipped(t, "f", "1")
 	slow.PutImage("app", "v1", "", held)
 	other.PutImage("app", "v1", "", gzipped(t, "f", "2"))
@@ -26,7 +27,7 @@ func TestSlowRegistryDoesNotStarveOthers(t *testing.T) {
 	queues, endQueuing := context.WithCancel(t.Context())
 	waits := pullLater(queues, s, slow.Host()+"/more:v1")
 	eventually(t, "both layers of the slow one are under way", downloading(s, 2))
-	pull(t, s, other.Host()+"/app:v1")
+	mustPull(t, s, other.Host()+"/app:v1")
 	if n := slow.Count(digest.FromBytes(more.Blob).String()); n != 0 {
 		t.Errorf("the slow registry was asked for another layer %d times", n)
 	}

@@ -10,25 +10,20 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/opencontainers/go-digest"
-	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"berth/checkpoint"
-	"berth/image/governor"
+	"berth/checkpoint/record"
 	"berth/image/layer"
+	"berth/image/lazy"
 	"berth/image/partial"
-	"berth/image/peers"
 	"berth/image/registry"
-	"berth/image/unpack"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/lograte"
 	"berth/internal/rootfs"
-	"berth/internal/slots"
 	"berth/internal/task"
 )
 
@@ -36,76 +31,40 @@ import (
 type Config struct {
 	Root string // directory of the store, on the filesystem of the containers' writable layers
 	Settings
-	Unpack               layer.Unpacker     // unpacks blobs into files
-	Limits               unpack.Limits      // of one layer; a zero field means unpack.DefaultLimits
-	Reserve              layer.Reserve      // disk space that layers leave free; zero: none
-	Pack                 layer.Packer       // packs blobs into EROFS layers
-	Probe                func(string) error // reports whether EROFS layers in a directory can be mounted; nil: erofs.Probe
-	MergeMemory          int64              // bytes for merging EROFS layers, of all images together; 0: erofs.MaxMemory
-	WorkMemory           int64              // bytes that all unpack processes together may keep of their layers (unpack.Limits.Memory and Window); 0: Limits alone count
-	Driver               string             // form of new layers: a rootfs.Kind, or "auto" for EROFS where the kernel mounts it; empty: directory
-	MaxParallelDownloads int                // concurrent layer downloads of one pull; 0: DefaultParallelDownloads
-	MaxUnpacking         int                // concurrent unpack processes of all pulls; 0: DefaultUnpacking
-	MaxRangeRequests     int                // concurrent range requests for parts of large layers, see registry.Config.Spare; 0: none
-	StallTimeout         time.Duration      // longest wait for a byte of a transfer; 0: one minute
-	Governor             governor.Config    // limits the rate of pulls; the Store sets Changed
-	PartialTTL           time.Duration      // how long layers and bytes of failed pulls are kept; 0: they are deleted
-	IndexBytes           int64              // bytes of all indexes of blobs, see package indexes; 0: none are made
-	Lazy                 LazyConfig         // layers that are used before they are complete
-	Platform             ocispec.Platform   // zero: this machine's
-	Waits                *task.Waits        // records waits for verbose Status; nil: no recording
-	Observer             Observer           // nil: none
+	Client      *registry.Client   // knows the short names of images
+	Lazy        *lazy.Layers       // layers that are used before they are complete; the Store starts and closes it
+	Unpack      layer.Unpacker     // unpacks blobs into files
+	Pack        layer.Packer       // packs blobs into EROFS layers
+	Reserve     layer.Reserve      // disk space that layers leave free; zero: none
+	Probe       func(string) error // reports whether EROFS layers in a directory can be mounted; nil: erofs.Probe
+	MergeMemory int64              // bytes for merging EROFS layers, of all images together; 0: erofs.MaxMemory
+	Driver      string             // form of new layers: a rootfs.Kind, or "auto" for EROFS where the kernel mounts it; empty: directory
+	PartialTTL  time.Duration      // how long layers and bytes of failed pulls are kept; 0: they are deleted
+	Waits       *task.Waits        // records waits for verbose Status; nil: no recording
 }
 
-// DefaultParallelDownloads is the default of Config.MaxParallelDownloads.
-const DefaultParallelDownloads = 8
-
-// DefaultUnpacking is the default of Config.MaxUnpacking. Each unpack process takes some megabytes.
-const DefaultUnpacking = 64
-
-// Store is the node's image store.
+// Store is the node's image store. Its methods may be called concurrently.
 type Store struct {
 	cfg      Config
 	log      *slog.Logger
 	warnings lograte.Limiter // for layers that every sweep fails to delete
-	client   *registry.Client
+	lazy     *lazy.Layers
 	layers   *stores
-	records  *checkpoint.Dir
+	refs     *layerRefs
+	pullID   atomic.Uint64 // of the last owner that Acquire has made
 
+	records    *record.Dir
 	signatures *signatures
-
-	pinned map[string]bool // names that kubelet must not collect; guarded by writing
-
-	index    atomic.Pointer[index]
-	sequence uint64          // of the last record written; guarded by writing
-	stale    map[string]bool // IDs of images whose record on disk still has a lost tag; guarded by writing
-	writing  chan struct{}   // the writer's lock: holds one token
+	snapshot   atomic.Pointer[Snapshot]
+	writing    chan struct{}   // the writer's lock: holds one token; guards the fields below
+	pinned     map[string]bool // names that kubelet must not collect
+	sequence   uint64          // of the last record written
+	stale      map[string]bool // IDs of images whose record on disk still has a lost tag
 
 	partial  *partial.Store // bytes of layers whose transfer did not finish
 	finished *finished      // layers of pulls that did not finish
 	expiry   *task.Lifetime // of the goroutine that deletes both
-
-	indexer     *indexer // of blobs
-	incomplete  *incompleteLayers
-	peerIndexes chan struct{} // a slot for each index that comes from a peer, or from a table of contents
-	falseTables falseTables
-	rates       rates // tell lazy pulls how long a whole pull would take
-	distrusted  distrusted
-	suspects    suspects
-
-	refs     *layerRefs
-	flights  *flights
-	slots    *slots.Slots // of unpack processes, by registry
-	memory   *workMemory
-	governor *governor.Governor
-	peers    atomic.Pointer[peers.Peers] // nil: none, see UsePeers
-	pulls    pulls
-	accesses accesses
-	pullID   atomic.Uint64
-
-	ctx       context.Context // of pulls and downloads; canceled by shutdown
-	shutdown  context.CancelFunc
-	closeOnce func() error
+	life     *task.Lifetime // of calls that Close ends
 }
 
 // Open opens the store below cfg.Root and creates the directory if needed. It moves damaged records
@@ -122,20 +81,15 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 		return nil, err
 	}
 	undo.Add("close layer store", layers.close)
-	records, err := checkpoint.OpenDir(filepath.Join(cfg.Root, recordsDir), recordKind, recordVersion, checkpoint.Power)
+	records, err := record.OpenDir(filepath.Join(cfg.Root, recordsDir), recordKind, recordVersion, record.Power)
 	if err != nil {
 		return nil, err
 	}
 	records.Note(cfg.Waits.Begin)
-	s, err := newStore(cfg, layers, records, pinned, log)
-	if err != nil {
-		return nil, err
-	}
+	s := &Store{cfg: cfg, log: log, lazy: cfg.Lazy, layers: layers, refs: newLayerRefs(), records: records, pinned: pinned,
+		writing: make(chan struct{}, 1), stale: map[string]bool{}, finished: newFinished(), life: task.NewLifetime()}
 	if s.signatures, err = openSignatures(cfg.Root, cfg.Trust, log); err != nil {
 		return nil, err
-	}
-	if err := s.distrusted.open(cfg.Root, log); err != nil {
-		log.Warn("bans of peers end with this daemon", "error", err)
 	}
 	if err := s.load(); err != nil {
 		return nil, err
@@ -143,87 +97,24 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 	if err := s.openPartial(); err != nil {
 		return nil, err
 	}
-	if err := s.openIndexes(); err != nil {
-		return nil, errors.Join(err, s.stopExpiry())
+	undo.Add("stop the expiry of partial layers", s.stopExpiry)
+	if err := s.lazy.Start(s); err != nil {
+		return nil, err
 	}
-	s.incomplete.start(s)
 	undo.Release()
 	return s, nil
 }
 
-func newStore(
-	cfg Config, layers *stores, records *checkpoint.Dir, pinned map[string]bool, log *slog.Logger,
-) (*Store, error) {
-	if cfg.MaxParallelDownloads <= 0 {
-		cfg.MaxParallelDownloads = DefaultParallelDownloads
-	}
-	if cfg.MaxUnpacking <= 0 {
-		cfg.MaxUnpacking = DefaultUnpacking
-	}
-	if cfg.Platform.OS == "" {
-		cfg.Platform = registry.DefaultPlatform()
-	}
-	if cfg.Observer == nil {
-		cfg.Observer = noObserver{}
-	}
-	cfg.Limits = cfg.Limits.WithDefaults()
-	client, err := registry.NewClient(registry.Config{
-		Sources: cfg.Registries, StallTimeout: cfg.StallTimeout, Log: log,
-		Spare: slots.New(cfg.MaxRangeRequests).TryAcquire,
-	})
-	if err != nil {
-		return nil, err
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	s := &Store{
-		cfg: cfg, log: log, layers: layers, incomplete: layers.incomplete, records: records, pinned: pinned,
-		client:  client,
-		writing: make(chan struct{}, 1),
-		stale:   map[string]bool{},
-
-		peerIndexes: make(chan struct{}, parallelIndexes),
-		finished:    newFinished(),
-		refs:        newLayerRefs(),
-		flights:     newFlights(ctx, log),
-		slots:       slots.New(cfg.MaxUnpacking),
-		memory:      newWorkMemory(cfg.WorkMemory, cfg.MergeMemory, cfg.MaxUnpacking),
-		governor:    newGovernor(cfg.Governor, log),
-		ctx:         ctx,
-		shutdown:    cancel,
-	}
-	s.closeOnce = sync.OnceValue(s.close)
-	return s, nil
+// Close waits for calls that use layers. The caller has ended all pulls. Only methods that read may
+// run during or after Close.
+func (s *Store) Close() error {
+	s.life.Close()
+	s.life.Cancel()
+	return errors.Join(s.life.WaitFor(lifeStop), s.stopExpiry(), s.lazy.StopIndexing(), s.layers.close())
 }
 
-// newGovernor returns a governor that logs when pods begin to slow pulls down, and when that ends.
-// The changes between, as many as one a second, are debug messages.
-func newGovernor(cfg governor.Config, log *slog.Logger) *governor.Governor {
-	var slowed atomic.Bool
-	cfg.Changed = func(limit int64) {
-		slow := limit > 0 && (cfg.Bandwidth == 0 || limit < cfg.Bandwidth)
-		level := slog.LevelInfo
-		if was := slowed.Swap(slow); was == slow {
-			level = slog.LevelDebug
-		}
-		if !slow {
-			log.Log(context.Background(), level, "pulls are no longer slowed down")
-			return
-		}
-		log.Log(context.Background(), level, "pulls are slowed down because pods wait", "bytes_per_second", limit)
-	}
-	return governor.New(cfg)
-}
-
-// Close cancels pulls and waits for them. Later pulls fail. Only methods that read may run during
-// or after Close. A second call does nothing.
-func (s *Store) Close() error { return s.closeOnce() }
-
-func (s *Store) close() error {
-	s.shutdown()
-	s.pulls.close()
-	s.flights.wait()
-	return errors.Join(s.stopExpiry(), s.indexer.close(), s.layers.close())
-}
+// lifeStop limits the wait for calls at Close.
+const lifeStop = 30 * time.Second
 
 func (s *Store) stopExpiry() error {
 	s.expiry.Cancel()
@@ -233,15 +124,15 @@ func (s *Store) stopExpiry() error {
 // load reads the records. It moves damaged records and records with a missing layer out of the way;
 // their images must be pulled again. It removes images with layers that this kernel cannot mount.
 func (s *Store) load() error {
-	records := map[string]record{}
-	unmountable := map[string]record{}
+	records := map[string]imageRecord{}
+	unmountable := map[string]imageRecord{}
 	damaged, err := s.records.Load(func(name string, version int, body []byte) error {
 		id := "sha256:" + name
 		rec, err := decodeRecord(id, body)
 		if err != nil {
 			return err
 		}
-		names := distinct(rec.layers())
+		names := Distinct(rec.layers())
 		err = s.layers.has(names)
 		switch {
 		case err == nil:
@@ -263,14 +154,14 @@ func (s *Store) load() error {
 	}
 	for id, rec := range records {
 		s.sequence = max(s.sequence, rec.Sequence)
-		kind := s.layers.storeFor(distinct(rec.layers())).Kind()
+		kind := s.layers.storeFor(Distinct(rec.layers())).Kind()
 		s.refs.tryAcquire(imageOwner(id), rec.layers(), kind) // nothing is being deleted yet
 	}
 	for id, tags := range settleTags(records) {
 		s.log.Warn("tags moved between images when berth stopped; the newer image keeps them", "tags", tags, "older", id)
 		records[id] = s.untag(id, records[id])
 	}
-	s.index.Store(newIndex(records, s.index.Load(), s.pinned))
+	s.snapshot.Store(newSnapshot(records, s.Snapshot(), s.pinned))
 	if err := s.signatures.forgetAllBut(records); err != nil {
 		s.log.Warn("delete signatures of removed images; the next start tries again", "error", err)
 	}
@@ -279,7 +170,7 @@ func (s *Store) load() error {
 
 // removeUnmountable removes images that this kernel cannot mount, and then their layers. After a
 // failure, for example on a read-only filesystem, the next start tries again.
-func (s *Store) removeUnmountable(images map[string]record) {
+func (s *Store) removeUnmountable(images map[string]imageRecord) {
 	for id, rec := range images {
 		s.sequence = max(s.sequence, rec.Sequence)
 		if err := s.records.Remove(recordName(id)); err != nil {
@@ -296,7 +187,7 @@ func (s *Store) removeUnmountable(images map[string]record) {
 // settleTags assigns a tag of two records to the one written last, because a pull writes the tag's
 // new owner first. It returns the lost tags by image ID. The caller must write these records:
 // otherwise the older image would regain the tag when the newer one is removed.
-func settleTags(records map[string]record) (lost map[string][]string) {
+func settleTags(records map[string]imageRecord) (lost map[string][]string) {
 	owner := map[string]string{}
 	for _, id := range slices.Sorted(maps.Keys(records)) {
 		for _, tag := range records[id].Tags {
@@ -319,7 +210,7 @@ func settleTags(records map[string]record) (lost map[string][]string) {
 }
 
 // List returns all images, sorted by ID. The caller must not change the slice.
-func (s *Store) List() []*Image { return s.index.Load().images }
+func (s *Store) List() []*Image { return s.Snapshot().images }
 
 // Get returns the image that ref names: an ID with or without "sha256:", a unique prefix of an ID
 // with at least seven digits, a tag or a digest. It accepts Docker Hub's short names. Errors:
@@ -328,9 +219,9 @@ func (s *Store) Get(ref string) (*Image, error) { return s.find(ref) }
 
 // find finds an image as index.find does. Short names follow registries.conf.
 func (s *Store) find(ref string) (*Image, error) {
-	x := s.index.Load()
+	x := s.Snapshot()
 	hex, isID := strings.CutPrefix(ref, "sha256:")
-	candidates, err := s.client.Candidates(ref)
+	candidates, err := s.cfg.Client.Candidates(ref)
 	if isID || err != nil { // also a name that is not valid or not allowed
 		return x.find(ref)
 	}
@@ -342,8 +233,8 @@ func (s *Store) find(ref string) (*Image, error) {
 	return x.findPrefix(ref, hex)
 }
 
-// Progress returns the pulls under way, oldest first.
-func (s *Store) Progress() []PullProgress { return s.pulls.snapshot() }
+// Snapshot returns all images of this moment.
+func (s *Store) Snapshot() *Snapshot { return s.snapshot.Load() }
 
 // Driver returns the form of new layers, see Config.
 func (s *Store) Driver() rootfs.Kind { return s.layers.primary.Kind() }
@@ -359,10 +250,10 @@ type Usage struct {
 
 // Usage returns the disk usage of layers and records. It does not read the disk.
 func (s *Store) Usage(context.Context) (Usage, error) {
-	x := s.index.Load()
+	x := s.Snapshot()
 	used := s.layers.Usage()
 	files, bytes := s.partial.Usage()
-	indexes, indexBytes := s.Indexes() // files that are links to those of a layer count twice
+	indexes, indexBytes := s.lazy.Indexes() // files that are links to those of a layer count twice
 	return Usage{Mountpoint: s.cfg.Root, Bytes: used.Bytes + x.bytes + uint64(bytes+indexBytes),
 		Inodes: used.Inodes + uint64(len(x.records)+files+indexes)}, nil
 }
@@ -400,11 +291,11 @@ func (s *Store) remove(id string) error {
 	if err := s.signatures.forget(id); err != nil {
 		s.log.Warn("delete signatures of a removed image; the next start tries again", "image", id, "error", err)
 	}
-	records := maps.Clone(s.index.Load().records)
+	records := maps.Clone(s.Snapshot().records)
 	delete(records, id)
 	delete(s.stale, id)
 	s.writeStale(records)
-	s.index.Store(newIndex(records, s.index.Load(), s.pinned))
+	s.snapshot.Store(newSnapshot(records, s.Snapshot(), s.pinned))
 	layers := s.refs.release(imageOwner(id))
 	if err := s.sweepAfter(layers); err != nil {
 		return fmt.Errorf("remove image %s: %w", id, err)
@@ -424,13 +315,13 @@ func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error)
 	}
 	owner := holderOwner(holder)
 	held := s.refs.has(owner, layers)
-	ctx, cancel := context.WithTimeout(s.ctx, holdTimeout)
+	ctx, cancel := context.WithTimeout(s.life.Context(), holdTimeout)
 	defer cancel()
 	defer s.cfg.Waits.BeginUpTo(holdTimeout, "layer stacking", holder)()
 	if err := s.refs.acquire(ctx, owner, layers); err != nil {
 		return rootfs.Spec{}, fmt.Errorf("root filesystem of %s: wait for layer deletion: %w", holder, err)
 	}
-	list, err := s.layers.Stack(ctx, distinct(layers))
+	list, err := s.layers.Stack(ctx, Distinct(layers))
 	if err != nil {
 		if !held {
 			s.refs.releaseIfSettled(owner)
@@ -447,7 +338,7 @@ func (s *Store) Keep(layers []digest.Digest) []*os.File { return s.layers.keep(l
 // Complete reports whether all layers exist, none is incomplete, and none has replaced a layer that
 // was incomplete and that a container may still use.
 func (s *Store) Complete(layers []digest.Digest) bool {
-	retired, err := s.layers.retired(layers)
+	retired, err := s.lazy.Retired(layers)
 	return err == nil && !retired && s.layers.has(layers) == nil && s.Keep(layers) == nil
 }
 
@@ -530,57 +421,55 @@ func (s *Store) lockWriter(ctx context.Context) (release func(), err error) {
 	}
 }
 
-// naming says under which names an image is recorded.
-type naming struct {
-	refs []registry.Reference // may be empty: the image has an ID only
-	pin  bool                 // kubelet must not collect the image
+// Naming says under which names an image is recorded.
+type Naming struct {
+	Refs []registry.Reference // may be empty: the image has an ID only
+	Pin  bool                 // kubelet must not collect the image
 
-	origin   string // of the archive that contains the image, see Preload
-	registry string // that has served the image; empty: none
+	Origin   string // of the archive that contains the image
+	Registry string // that has served the image; empty: none
 }
 
-// commit writes the record of a pulled image and makes it visible under a name. Another image with
-// the same tag loses it. The caller holds the layers, which are in the store.
-func (s *Store) commit(
-	ctx context.Context, names naming, img *registry.Image, store *layer.Store,
-) (*Image, error) {
+// Commit writes the record of a pulled image and makes it visible under its names. Another image
+// with the same tag loses it. The caller has acquired the layers, which are in the layer store.
+func (s *Store) Commit(ctx context.Context, names Naming, img *registry.Image, store *layer.Store) (*Image, error) {
 	release, err := s.lockWriter(ctx)
 	if err != nil {
 		return nil, err
 	}
 	defer release()
-	x := s.index.Load()
-	chain := layersOf(img)
-	if err := s.failedLayer(chain); err != nil { // else quarantine would have missed the image
+	x := s.Snapshot()
+	chain := LayersOf(img)
+	if err := s.lazy.Failed(chain); err != nil { // else quarantine would have missed the image
 		return nil, err
 	}
 	id, rec := x.place(img)
 	if rec.Size, err = sizeOf(store, chain); err != nil { // another form than the earlier pull's has another size
 		return nil, err
 	}
-	for _, ref := range names.refs {
+	for _, ref := range names.Refs {
 		rec = rec.with(ref, img.Digest)
 	}
-	rec.Pinned = rec.Pinned || names.pin
-	if names.origin != "" {
-		rec.Origins = append(slices.Clone(rec.Origins), names.origin)
+	rec.Pinned = rec.Pinned || names.Pin
+	if names.Origin != "" {
+		rec.Origins = append(slices.Clone(rec.Origins), names.Origin)
 		rec.Origins = rec.Origins[max(0, len(rec.Origins)-maxOrigins):]
 	}
-	rec = rec.servedBy(names.registry)
-	rec.Decisions = s.incomplete.decisionsOf(chain, rec.Decisions)
+	rec = rec.servedBy(names.Registry)
+	rec.Decisions = s.lazy.Decisions(chain, rec.Decisions)
 	records := maps.Clone(x.records)
 	if records[id], err = s.write(id, rec); err != nil {
 		return nil, err
 	}
 	s.takeTags(records, id)
 	s.refs.tryAcquire(imageOwner(id), chain, store.Kind()) // the caller holds them: no deletion is under way
-	next := newIndex(records, s.index.Load(), s.pinned)
-	s.index.Store(next)
+	next := newSnapshot(records, s.Snapshot(), s.pinned)
+	s.snapshot.Store(next)
 	return next.byID[id], nil
 }
 
 // takeTags removes the tags of an image, whose record was written, from the other records.
-func (s *Store) takeTags(records map[string]record, id string) {
+func (s *Store) takeTags(records map[string]imageRecord, id string) {
 	for other, old := range records {
 		taken := old
 		for _, tag := range records[id].Tags {
@@ -596,8 +485,8 @@ func (s *Store) takeTags(records map[string]record, id string) {
 
 // place returns the ID and the record of a pulled image, new or existing. If another image has the
 // same configuration with other blobs, the ID is otherID.
-func (x *index) place(img *registry.Image) (id string, rec record) {
-	rec = record{Config: img.RawConfig}
+func (x *Snapshot) place(img *registry.Image) (id string, rec imageRecord) {
+	rec = imageRecord{Config: img.RawConfig}
 	for _, l := range img.Layers {
 		rec.Blobs = append(rec.Blobs, l.Blob.Digest)
 	}
@@ -618,7 +507,7 @@ func (x *index) place(img *registry.Image) (id string, rec record) {
 // untag writes the record of an image that lost its tag to another one. A failure, on a full disk
 // for example, is harmless while the newer record exists, because that one owns the tag. writeStale
 // tries again.
-func (s *Store) untag(id string, rec record) record {
+func (s *Store) untag(id string, rec imageRecord) imageRecord {
 	written, err := s.write(id, rec)
 	if err != nil {
 		s.log.Warn("write record of image that lost a tag", "image", id, "error", err)
@@ -629,14 +518,14 @@ func (s *Store) untag(id string, rec record) record {
 
 // writeStale writes the records that untag could not write. It runs after an image was removed,
 // because that frees space, and because the removed image may have owned the tag.
-func (s *Store) writeStale(records map[string]record) {
+func (s *Store) writeStale(records map[string]imageRecord) {
 	for _, id := range slices.Collect(maps.Keys(s.stale)) {
 		records[id] = s.untag(id, records[id])
 	}
 }
 
 // write writes a record with the next sequence number. No number is used twice.
-func (s *Store) write(id string, rec record) (record, error) {
+func (s *Store) write(id string, rec imageRecord) (imageRecord, error) {
 	s.sequence++
 	rec.Sequence = s.sequence
 	if err := s.records.Write(recordName(id), rec); err != nil {
@@ -649,7 +538,7 @@ func (s *Store) write(id string, rec record) (record, error) {
 // sizeOf adds up the distinct layers of an image.
 func sizeOf(store *layer.Store, layers []digest.Digest) (uint64, error) {
 	var total uint64
-	for _, d := range distinct(layers) {
+	for _, d := range Distinct(layers) {
 		info, err := store.Info(d)
 		if err != nil {
 			return 0, err
@@ -659,9 +548,9 @@ func sizeOf(store *layer.Store, layers []digest.Digest) (uint64, error) {
 	return total, nil
 }
 
-// distinct drops all but the topmost of repeated layers (mostly Docker's empty layer). Only the
+// Distinct drops all but the topmost of repeated layers (mostly Docker's empty layer). Only the
 // topmost shows its content, and overlayfs refuses to mount a directory twice.
-func distinct(layers []digest.Digest) []digest.Digest {
+func Distinct(layers []digest.Digest) []digest.Digest {
 	seen := map[digest.Digest]bool{}
 	var list []digest.Digest
 	for _, d := range slices.Backward(layers) {
@@ -683,3 +572,121 @@ const (
 	holderPrefix = "holder "
 	pullPrefix   = "pull "
 )
+
+// LayersOf returns the names of an image's layers in the layer store, bottom first.
+func LayersOf(img *registry.Image) []digest.Digest {
+	names := make([]digest.Digest, 0, len(img.Layers))
+	for _, l := range img.Layers {
+		names = append(names, lazy.SourceOf(l).Name())
+	}
+	return names
+}
+
+// LayerStore returns the layer store that has all layers of an image, or else the one for new
+// layers.
+func (s *Store) LayerStore(names []digest.Digest) *layer.Store {
+	return s.layers.storeFor(Distinct(names))
+}
+
+// Fallback returns the layer store for an image that is too large for the driver of the given one,
+// or nil.
+func (s *Store) Fallback(store *layer.Store) *layer.Store { return s.layers.fallback(store) }
+
+// Deleting returns the bytes of layers under deletion.
+func (s *Store) Deleting() uint64 { return s.layers.deleting() }
+
+// HasRoom returns ResourceExhausted if the disk's reserve is in use.
+func (s *Store) HasRoom() error { return s.layers.primary.HasRoom(0, s.layers.deleting()) }
+
+// Spool returns the directory for files of unfinished work, which the next start empties.
+func (s *Store) Spool() string { return s.layers.spool() }
+
+// HasLayer reports whether a layer is there in any form.
+func (s *Store) HasLayer(name digest.Digest) bool { return s.layers.has([]digest.Digest{name}) == nil }
+
+// OpenLayer opens the tar of a layer, which the caller has acquired.
+func (s *Store) OpenLayer(name digest.Digest) (*layer.Tar, error) { return s.layers.openTar(name) }
+
+// FinishedFor returns the image whose repository has served a layer that a failed pull has left, or
+// "".
+func (s *Store) FinishedFor(layer digest.Digest) string { return s.finished.imageOf(layer) }
+
+// Lazy returns the layers that are used before they are complete.
+func (s *Store) Lazy() *lazy.Layers { return s.lazy }
+
+// Usable returns DataLoss if a layer cannot be completed. Containers must not start on it.
+func (s *Store) Usable(layers []digest.Digest) error { return s.lazy.Failed(layers) }
+
+// OnWrongFiles implements sandbox.Images, see lazy.Layers.OnWrongFiles.
+func (s *Store) OnWrongFiles(kill func(layer digest.Digest, reason string)) {
+	s.lazy.OnWrongFiles(kill)
+}
+
+// LazyStatus describes an image with incomplete layers, or one whose pull has decided about lazy
+// layers; nil for others. It answers from memory.
+func (s *Store) LazyStatus(img *Image) *lazy.Status {
+	config, err := img.Specification()
+	if err != nil || len(config.RootFS.DiffIDs) != len(img.Layers) {
+		return nil
+	}
+	return s.lazy.Status(img.Layers, config.RootFS.DiffIDs, img.decisions)
+}
+
+// Servers implements lazy.Images. It returns references of the images that have a layer, one for each repository that has
+// served it.
+func (s *Store) Servers(name digest.Digest) (refs []registry.Reference) {
+	var names []string
+	x := s.Snapshot()
+	for id, rec := range x.records {
+		if slices.Contains(x.byID[id].Layers, name) {
+			names = append(names, rec.Digests...)
+		}
+	}
+	if served := s.finished.imageOf(name); served != "" {
+		names = append(names, served)
+	}
+	seen := map[string]bool{}
+	for _, n := range names {
+		ref, err := registry.ParseReference(n)
+		if err == nil && !seen[ref.Name()] {
+			seen[ref.Name()] = true
+			refs = append(refs, ref)
+		}
+	}
+	return refs
+}
+
+// RemoveWith implements lazy.Images. It removes the images that have a layer which cannot be
+// completed.
+func (s *Store) RemoveWith(ctx context.Context, name digest.Digest, reason error) (failed error) {
+	release, err := s.lockWriter(ctx)
+	if err != nil {
+		return err
+	}
+	defer release()
+	if s.lazy.Failed([]digest.Digest{name}) == nil {
+		return nil // it was removed, and perhaps created again
+	}
+	for _, img := range s.Snapshot().images {
+		if !slices.Contains(img.Layers, name) {
+			continue
+		}
+		s.log.Error("image removed: one of its layers cannot be completed; it must be pulled again", "image", img.ID,
+			"tags", img.RepoTags, "layer", name, "error", reason)
+		failed = errors.Join(failed, s.remove(img.ID))
+	}
+	return failed
+}
+
+// Fetched returns how much of an incomplete image is on the node, or "" for a complete one.
+func (s *Store) Fetched(img *Image) string { return s.lazy.Fetched(img.Layers) }
+
+// LazyStats returns figures of all incomplete layers. It answers from memory.
+func (s *Store) LazyStats() lazy.Stats { return s.lazy.Stats() }
+
+// Indexes returns the number of indexes of blobs and the bytes of their files.
+func (s *Store) Indexes() (n int, bytes int64) { return s.lazy.Indexes() }
+
+// DropIndexes removes the indexes of blobs. It returns how many bytes they had. The next pulls of
+// their layers cannot be lazy.
+func (s *Store) DropIndexes() (freed int64, err error) { return s.lazy.DropIndexes() }

@@ -15,6 +15,7 @@ import (
 
 	"berth/image/erofs"
 	"berth/image/layer"
+	"berth/image/lazy"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
@@ -41,7 +42,7 @@ type stores struct {
 	// removes their images before removeUnmountable removes the layers.
 	unmountable *layer.Survey
 	root        string // Config.Root
-	incomplete  *incompleteLayers
+	lazy        *lazy.Layers
 	// reclaim is Reserve.Reclaim of all stores; nil while they are being opened.
 	reclaim func() (freeing uint64)
 	// reclaimable is Reserve.Reclaimable of all stores. It is set together with reclaim.
@@ -53,8 +54,7 @@ const driverAuto = "auto"
 
 // openStores opens the stores. The driver that cfg names makes new layers.
 func openStores(cfg Config, log *slog.Logger) (_ *stores, err error) {
-	s := &stores{log: log, waits: cfg.Waits, choice: cfg.Driver, root: cfg.Root,
-		incomplete: newIncompleteLayers(cfg.Lazy, cfg.Observer, log)}
+	s := &stores{log: log, waits: cfg.Waits, choice: cfg.Driver, root: cfg.Root, lazy: cfg.Lazy}
 	if s.choice == "" {
 		s.choice = string(rootfs.Directory)
 	}
@@ -72,8 +72,8 @@ func openStores(cfg Config, log *slog.Logger) (_ *stores, err error) {
 	if err := s.openEROFS(cfg, directory); err != nil {
 		return nil, err
 	}
-	if s.incomplete.engine == nil {
-		err = s.incomplete.dropKept()
+	if !s.lazy.Works() {
+		err = s.lazy.DropKept()
 	}
 	undo.Release()
 	return s, err
@@ -86,25 +86,25 @@ func (s *stores) open(root string, driver layer.Driver, reserve layer.Reserve) (
 
 // openMerger opens the EROFS driver's store, with incomplete layers if they are needed.
 func (s *stores) openMerger(root string, driver layer.Merger, reserve layer.Reserve) (*layer.Store, error) {
-	if err := s.incomplete.open(root, filepath.Join(s.root, spoolDir), s.waits); err != nil {
+	if err := s.lazy.Open(root, s.spool()); err != nil {
 		return nil, err
 	}
-	placed, aside, err := layer.Claims(root)
+	placed, aside, err := layer.Unproven(root)
 	if err != nil {
 		return nil, err
 	}
 	var store *layer.Store
-	if s.incomplete.engine == nil {
+	if !s.lazy.Works() {
 		store, err = s.open(root, driver, reserve)
 	} else {
-		store, err = s.added(layer.OpenLazy(root, driver, s.reclaiming(reserve), s.incomplete.parts(), s.waits, s.log))
-		s.incomplete.layers = store
+		store, err = s.added(layer.OpenLazy(root, driver, s.reclaiming(reserve), s.lazy.Hooks(), s.waits, s.log))
+		s.lazy.Opened(store)
 	}
 	if err == nil {
 		isThere := func(name digest.Digest) bool {
 			return slices.ContainsFunc(s.all, func(o *layer.Store) bool { return o.Has(name) })
 		}
-		s.incomplete.noteUnloaded(store, isThere, placed, aside)
+		s.lazy.NoteUnloaded(store, isThere, placed, aside)
 	}
 	return store, err
 }
@@ -324,16 +324,8 @@ func (s *stores) list() (layers []form) {
 // remove removes a layer in one form.
 func (s *stores) remove(layer form) error {
 	err := s.of(layer.kind).Remove(layer.name)
-	s.incomplete.removed(layer.name)
+	s.lazy.Removed(layer.name)
 	return err
-}
-
-// retired reports whether containers may use a layer that was set aside while it was incomplete.
-func (s *stores) retired(names []digest.Digest) (bool, error) {
-	if s.incomplete.layers == nil {
-		return false, nil
-	}
-	return s.incomplete.layers.Retired(names)
 }
 
 // merged returns the layer chains with a merged image.
@@ -366,5 +358,10 @@ func (s *stores) close() (failed error) {
 	for _, store := range s.all {
 		failed = errors.Join(failed, store.Close())
 	}
-	return errors.Join(failed, s.incomplete.close())
+	return errors.Join(failed, s.lazy.Close())
 }
+
+// spoolDir is the directory of unfinished layers, which the next start empties.
+const spoolDir = "tmp"
+
+func (s *stores) spool() string { return filepath.Join(s.root, spoolDir) }

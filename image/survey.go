@@ -5,7 +5,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 )
 
 // Recorded is the content of an image's record.
@@ -18,9 +18,9 @@ type Recorded struct {
 
 // ReadRecords reads the records of the store in root without changing anything. The store may be
 // open.
-func ReadRecords(root string) (map[string]*Recorded, checkpoint.Survey, error) {
+func ReadRecords(root string) (map[string]*Recorded, record.Survey, error) {
 	images := map[string]*Recorded{}
-	survey, err := checkpoint.Inspect(filepath.Join(root, recordsDir), recordKind, recordVersion,
+	survey, err := record.Inspect(filepath.Join(root, recordsDir), recordKind, recordVersion,
 		func(name string, _ int, body []byte) error {
 			id := "sha256:" + name
 			rec, err := decodeRecord(id, body)

@@ -1,4 +1,4 @@
-package image
+package image_test
 
 import (
 	"archive/tar"
@@ -17,7 +17,9 @@ import (
 	"github.com/opencontainers/go-digest"
 	"google.golang.org/grpc/codes"
 
+	"berth/image"
 	"berth/image/layer"
+	"berth/image/lazy"
 	blobindex "berth/image/lazy/index"
 	"berth/image/lazy/toc/toctest"
 	"berth/image/registry/registrytest"
@@ -84,7 +86,7 @@ func (w *tableWorld) put(reg *registrytest.Server) {
 
 // watch notes the layers whose containers would be killed.
 func (w *tableWorld) watch() {
-	w.s.OnDistrust(func(_ digest.Digest, reason string) {
+	w.s.OnWrongFiles(func(_ digest.Digest, reason string) {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		w.killed = append(w.killed, reason)
@@ -115,9 +117,9 @@ func TestTableMakesTheFirstPullLazy(t *testing.T) {
 	for form := range tableForms {
 		for name, restarted := range map[string]bool{"same store": false, "restart": true} {
 			t.Run(form+", "+name, func(t *testing.T) {
-				w := newTableWorld(t, form, LazyAll, toctest.Options{Rewrite: restarted})
+				w := newTableWorld(t, form, lazy.On, toctest.Options{Rewrite: restarted})
 				release := w.hold()
-				img := pull(t, w.s, w.ref)
+				img := mustPull(t, w.s, w.ref)
 				if w.incomplete(t) == nil {
 					t.Fatalf("the layer is complete: %+v", w.s.LazyStatus(img))
 				}
@@ -129,11 +131,11 @@ func TestTableMakesTheFirstPullLazy(t *testing.T) {
 					w.s = restart(t, w.s, w.cfg)
 					w.watch()
 				}
-				if pull(t, w.s, w.ref); w.incomplete(t) == nil {
+				if mustPull(t, w.s, w.ref); w.incomplete(t) == nil {
 					t.Error("another pull of the image waited for the layer")
 				}
 				release()
-				testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+				testutil.Must(t, w.s.Lazy().Await(t.Context(), img.Layers))
 				testutil.Eventually(t, "the layer is not incomplete", func() bool { return w.incomplete(t) == nil })
 				w.checkTar(t)
 				w.compare(t, img)
@@ -148,13 +150,13 @@ func TestTableMakesTheFirstPullLazy(t *testing.T) {
 }
 
 // compare compares the layer with one that was pulled whole.
-func (w *tableWorld) compare(t *testing.T, img *Image) {
+func (w *tableWorld) compare(t *testing.T, img *image.Image) {
 	t.Helper()
-	whole := openStore(t, lazyConfig(t, LazyOff))
-	pull(t, whole, w.ref)
+	whole := openStore(t, lazyConfig(t, lazy.Off))
+	mustPull(t, whole, w.ref)
 	var infos [2]layer.Info
-	for i, s := range []*Store{w.s, whole} {
-		info, err := s.layers.storeFor(img.Layers).Info(img.Layers[0])
+	for i, s := range []*node{w.s, whole} {
+		info, err := s.LayerStore(img.Layers).Info(img.Layers[0])
 		testutil.Must(t, err)
 		infos[i] = info
 	}
@@ -165,8 +167,8 @@ func (w *tableWorld) compare(t *testing.T, img *Image) {
 
 // Without the policy, a table of contents is not used.
 func TestTableNeedsThePolicy(t *testing.T) {
-	w := newTableWorld(t, "eStargz", LazyIndexed, toctest.Options{})
-	pull(t, w.s, w.ref)
+	w := newTableWorld(t, "eStargz", lazy.Off, toctest.Options{})
+	mustPull(t, w.s, w.ref)
 	if w.incomplete(t) != nil {
 		t.Error("the layer is incomplete")
 	}
@@ -188,9 +190,9 @@ func TestTableLies(t *testing.T) {
 	} {
 		for form := range tableForms {
 			t.Run(form+", "+name, func(t *testing.T) {
-				w := newTableWorld(t, form, LazyAll, toctest.Options{Lie: lie})
+				w := newTableWorld(t, form, lazy.On, toctest.Options{Lie: lie})
 				release := w.hold()
-				img := pull(t, w.s, w.ref)
+				img := mustPull(t, w.s, w.ref)
 				if w.incomplete(t) == nil {
 					t.Fatalf("the layer is complete: %+v", w.s.LazyStatus(img))
 				}
@@ -199,7 +201,7 @@ func TestTableLies(t *testing.T) {
 				if got := w.kills(); len(got) != 1 || !strings.Contains(got[0], "does not describe the layer") {
 					t.Errorf("killed: %q", got)
 				}
-				again := pull(t, w.s, w.ref)
+				again := mustPull(t, w.s, w.ref)
 				if w.incomplete(t) != nil || !w.s.Complete(again.Layers) {
 					t.Error("the second pull was lazy")
 				}
@@ -212,9 +214,9 @@ func TestTableLies(t *testing.T) {
 // A false table of a blob that images share leaves the other tables of the blob in use: anyone can
 // make one.
 func TestFalseTableOfASharedBlob(t *testing.T) {
-	w := newTableWorld(t, "SOCI", LazyAll, toctest.Options{Lie: func(x *estargz.JTOC) { x.Entries[0].Mode = 0o4755 }})
+	w := newTableWorld(t, "SOCI", lazy.On, toctest.Options{Lie: func(x *estargz.JTOC) { x.Entries[0].Mode = 0o4755 }})
 	release := w.hold()
-	img := pull(t, w.s, w.ref)
+	img := mustPull(t, w.s, w.ref)
 	release()
 	testutil.Eventually(t, "the image is removed", func() bool { _, err := w.s.Get(img.ID); return err != nil })
 	genuine, err := toctest.Soci(w.packed.Tar, toctest.Options{ChunkSize: blobindex.Grid - 1<<10})
@@ -224,12 +226,12 @@ func TestFalseTableOfASharedBlob(t *testing.T) {
 	}
 	w.reg.PutSOCIImage("genuine", "v1", []registrytest.Layer{w.layer}, [][]byte{genuine.Ztoc})
 	release = w.hold()
-	img = pull(t, w.s, w.reg.Host()+"/genuine:v1")
+	img = mustPull(t, w.s, w.reg.Host()+"/genuine:v1")
 	if w.s.Complete(img.Layers) {
 		t.Errorf("the layer was fetched whole: %+v", w.s.LazyStatus(img))
 	}
 	release()
-	testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+	testutil.Must(t, w.s.Lazy().Await(t.Context(), img.Layers))
 	if got := w.kills(); len(got) != 1 {
 		t.Errorf("killed: %q", got)
 	}
@@ -243,21 +245,21 @@ func TestZtocLies(t *testing.T) {
 		"bits":             func(z *toctest.Ztoc) { z.Points[5].Bits = 3 },
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newTableWorld(t, "SOCI", LazyAll, toctest.Options{LieZtoc: lie})
+			w := newTableWorld(t, "SOCI", lazy.On, toctest.Options{LieZtoc: lie})
 			release := w.hold()
-			img := pull(t, w.s, w.ref)
+			img := mustPull(t, w.s, w.ref)
 			for w.incomplete(t) == nil { // the pull has asked for the span with the false digest
 				release()
 				testutil.Must(t, w.s.Remove(t.Context(), img.ID))
 				release = w.hold()
-				img = pull(t, w.s, w.ref)
+				img = mustPull(t, w.s, w.ref)
 			}
 			release()
 			testutil.Eventually(t, "the image is removed", func() bool { _, err := w.s.Get(img.ID); return err != nil })
 			if got := w.kills(); len(got) != 1 || !strings.Contains(got[0], "table of contents") {
 				t.Errorf("killed: %q", got)
 			}
-			pull(t, w.s, w.ref)
+			mustPull(t, w.s, w.ref)
 			w.checkTar(t)
 		})
 	}
@@ -265,7 +267,7 @@ func TestZtocLies(t *testing.T) {
 
 // SOCI's table is a blob of its own, so a registry that has it need not have the layer's blob.
 func TestZtocNeedsTheBlob(t *testing.T) {
-	w := newTableWorld(t, "SOCI", LazyAll, toctest.Options{})
+	w := newTableWorld(t, "SOCI", lazy.On, toctest.Options{})
 	var ztocs atomic.Int64
 	w.reg.Before = func(rw http.ResponseWriter, r *http.Request) bool {
 		switch {
@@ -289,7 +291,7 @@ func TestZtocNeedsTheBlob(t *testing.T) {
 func TestUnusableSOCIIndex(t *testing.T) {
 	for name, answer := range map[string]string{"absent": "", "no JSON": "{", "another type": `{"schemaVersion":2,"layers":[]}`} {
 		t.Run(name, func(t *testing.T) {
-			w := newTableWorld(t, "SOCI", LazyAll, toctest.Options{})
+			w := newTableWorld(t, "SOCI", lazy.On, toctest.Options{})
 			asked := false
 			w.reg.Before = func(rw http.ResponseWriter, r *http.Request) bool {
 				if !strings.Contains(r.URL.Path, "/manifests/sha256:") || r.Method != http.MethodGet || asked {
@@ -306,7 +308,7 @@ func TestUnusableSOCIIndex(t *testing.T) {
 				_, _ = io.WriteString(rw, answer)
 				return true
 			}
-			img := pull(t, w.s, w.ref)
+			img := mustPull(t, w.s, w.ref)
 			if !asked || w.incomplete(t) != nil || !w.s.Complete(img.Layers) {
 				t.Errorf("asked for the index: %v, %+v", asked, w.s.LazyStatus(img))
 			}
@@ -320,7 +322,7 @@ func TestUnusableSOCIIndex(t *testing.T) {
 func TestBytesWithoutContentAreFetchedAgain(t *testing.T) {
 	for form := range tableForms {
 		t.Run(form, func(t *testing.T) {
-			w := newTableWorld(t, form, LazyAll, toctest.Options{})
+			w := newTableWorld(t, form, lazy.On, toctest.Options{})
 			wrong := bytes.Clone(w.packed.Bytes)
 			if w.packed.Ztoc == nil {
 				wrong[len(wrong)-1]++ // of the footer
@@ -341,9 +343,9 @@ func TestBytesWithoutContentAreFetchedAgain(t *testing.T) {
 				return true
 			}
 			release := w.hold()
-			img := pull(t, w.s, w.ref)
+			img := mustPull(t, w.s, w.ref)
 			release()
-			testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+			testutil.Must(t, w.s.Lazy().Await(t.Context(), img.Layers))
 			w.checkTar(t)
 			if n := served.Load(); n < 2 {
 				t.Errorf("%d requests for content", n)
@@ -354,9 +356,9 @@ func TestBytesWithoutContentAreFetchedAgain(t *testing.T) {
 
 // A source that does not have the blob cannot complete the layer.
 func TestTableOfAnotherBlob(t *testing.T) {
-	w := newTableWorld(t, "zstd:chunked", LazyAll, toctest.Options{})
+	w := newTableWorld(t, "zstd:chunked", lazy.On, toctest.Options{})
 	release := w.hold()
-	img := pull(t, w.s, w.ref)
+	img := mustPull(t, w.s, w.ref)
 	l := w.incomplete(t)
 	w.spoil()
 	release()
@@ -370,17 +372,20 @@ func TestTableOfAnotherBlob(t *testing.T) {
 // A registry that stalls does not delay the pull of the same layer from another registry, which
 // waits for the proof: the layer is then fetched from there.
 func TestOtherRegistryCompletesTheLayer(t *testing.T) {
-	w := newTableWorld(t, "eStargz", LazyAll, toctest.Options{})
+	w := newTableWorld(t, "eStargz", lazy.On, toctest.Options{})
 	other := registrytest.New(t)
 	other.PutImage("app", "v1", "", w.layer)
 	release := w.hold()
 	defer release()
-	pull(t, w.s, w.ref)
-	if w.incomplete(t) == nil {
+	mustPull(t, w.s, w.ref)
+	l := w.incomplete(t)
+	if l == nil {
 		t.Fatal("the layer is complete")
 	}
-	img := pull(t, w.s, other.Host()+"/app:v1")
-	if !w.s.Complete(img.Layers) {
+	mustPull(t, w.s, other.Host()+"/app:v1")
+	select {
+	case <-l.Done():
+	default:
 		t.Error("the pull from another registry did not wait for the proof")
 	}
 	w.checkTar(t)
@@ -389,7 +394,7 @@ func TestOtherRegistryCompletesTheLayer(t *testing.T) {
 // A registry that sends a table of contents has not shown that it has the blob. If another pull
 // creates the layer meanwhile, the image of this registry must not get it.
 func TestTableGivesNoAccess(t *testing.T) {
-	w := newTableWorld(t, "zstd:chunked", LazyAll, toctest.Options{})
+	w := newTableWorld(t, "zstd:chunked", lazy.On, toctest.Options{})
 	w.cfg.Lazy.Stall = time.Minute // the table is late
 	w.s = restart(t, w.s, w.cfg)
 	other := registrytest.New(t)
@@ -413,8 +418,8 @@ func TestTableGivesNoAccess(t *testing.T) {
 		pulled <- err
 	}()
 	<-asked
-	img := pull(t, w.s, w.ref)
-	testutil.Must(t, w.s.awaitComplete(t.Context(), img.Layers))
+	img := mustPull(t, w.s, w.ref)
+	testutil.Must(t, w.s.Lazy().Await(t.Context(), img.Layers))
 	close(proceed)
 	if err := <-pulled; errdefs.Code(err) != codes.PermissionDenied {
 		t.Errorf("the pull from a registry without the blob returned: %v", err)

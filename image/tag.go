@@ -19,7 +19,7 @@ func (s *Store) Tag(ctx context.Context, ref, name string) (*Image, error) {
 	if err != nil {
 		return nil, err
 	}
-	return s.rename(ctx, ref, func(rec record) (record, error) { return rec.with(tag, ""), nil })
+	return s.rename(ctx, ref, func(rec imageRecord) (imageRecord, error) { return rec.with(tag, ""), nil })
 }
 
 // Untag removes a name from the image that has it, and keeps the image. Errors: NotFound.
@@ -28,7 +28,7 @@ func (s *Store) Untag(ctx context.Context, name string) (*Image, error) {
 	if err != nil {
 		return nil, err
 	}
-	return s.rename(ctx, tag.String(), func(rec record) (record, error) {
+	return s.rename(ctx, tag.String(), func(rec imageRecord) (imageRecord, error) {
 		if !slices.Contains(rec.Tags, tag.String()) {
 			return rec, errdefs.NotFound("image %q: not found", name)
 		}
@@ -45,13 +45,13 @@ func parseTag(name string) (registry.Reference, error) {
 }
 
 // rename writes the record of an image with other names.
-func (s *Store) rename(ctx context.Context, ref string, change func(record) (record, error)) (*Image, error) {
+func (s *Store) rename(ctx context.Context, ref string, change func(imageRecord) (imageRecord, error)) (*Image, error) {
 	release, err := s.lockWriter(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("tag image %s: %w", ref, err)
 	}
 	defer release()
-	x := s.index.Load()
+	x := s.Snapshot()
 	img, err := x.find(ref)
 	if err != nil {
 		return nil, err
@@ -65,8 +65,8 @@ func (s *Store) rename(ctx context.Context, ref string, change func(record) (rec
 		return nil, fmt.Errorf("tag image %s: %w", ref, err)
 	}
 	s.takeTags(records, img.ID)
-	next := newIndex(records, x, s.pinned)
-	s.index.Store(next)
+	next := newSnapshot(records, x, s.pinned)
+	s.snapshot.Store(next)
 	return next.byID[img.ID], nil
 }
 
@@ -82,7 +82,7 @@ type LayerUse struct {
 // are missing.
 func (s *Store) LayersOf(img *Image) (list []LayerUse) {
 	for _, name := range img.Layers {
-		if info, err := s.layers.storeFor(distinct(img.Layers)).Info(name); err == nil {
+		if info, err := s.layers.storeFor(Distinct(img.Layers)).Info(name); err == nil {
 			list = append(list, LayerUse{Name: name, DiffID: info.DiffID, Blob: info.Blob, Bytes: info.Bytes})
 		}
 	}

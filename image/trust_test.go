@@ -1,9 +1,8 @@
-package image
+package image_test
 
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"io"
 	"os"
 	"slices"
@@ -11,8 +10,10 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
+	"berth/image"
 	"berth/image/layer"
+	"berth/image/pull"
 	"berth/image/registry/registrytest"
 	"berth/image/unpack"
 )
@@ -41,15 +42,15 @@ func TestFalseLayerServesOnlyItsBlob(t *testing.T) {
 		reg.PutImage("liar", "v1", "the same configuration", liar)
 		reg.PutImage("other", "v1", "another one", liar)
 		root := t.TempDir()
-		s := openStore(t, Config{Root: root, Unpack: takenOver(t, evil.Blob, honest.DiffID)})
+		s := openStore(t, pull.Config{Root: root, Unpack: takenOver(t, evil.Blob, honest.DiffID)})
 		names := []string{"/victim:v1", "/liar:v1", "/other:v1"}
 		if liarFirst {
 			slices.Reverse(names)
 		}
 		for _, name := range names {
-			pull(t, s, reg.Host()+name)
+			mustPull(t, s, reg.Host()+name)
 		}
-		check := func(s *Store) {
+		check := func(s *node) {
 			t.Helper()
 			for name, want := range map[string]string{"/victim:v1": "honest", "/liar:v1": "evil", "/other:v1": "evil"} {
 				img, err := s.Get(reg.Host() + name)
@@ -68,7 +69,7 @@ func TestFalseLayerServesOnlyItsBlob(t *testing.T) {
 		if err := s.Close(); err != nil {
 			t.Fatal(err)
 		}
-		s = openStore(t, Config{Root: root})
+		s = openStore(t, pull.Config{Root: root})
 		check(s)
 		// A pull of each by another name finds the same image and adds no layer.
 		reg.PutImage("victim-again", "v1", "the same configuration", honest)
@@ -78,12 +79,12 @@ func TestFalseLayerServesOnlyItsBlob(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			if again := pull(t, s, reg.Host()+"/"+name+"-again:v1"); again.ID != before.ID {
+			if again := mustPull(t, s, reg.Host()+"/"+name+"-again:v1"); again.ID != before.ID {
 				t.Errorf("%s is %s, and by another name %s", name, before.ID, again.ID)
 			}
 		}
-		if len(s.List()) != 3 || len(s.layers.List()) != 2 {
-			t.Errorf("%d images, layers %v", len(s.List()), s.layers.List())
+		if len(s.List()) != 3 || len(s.LayerNames()) != 2 {
+			t.Errorf("%d images, layers %v", len(s.List()), s.LayerNames())
 		}
 		for _, img := range s.List() {
 			if err := s.Remove(t.Context(), img.ID); err != nil {
@@ -101,66 +102,40 @@ func TestLayersOfOlderBerthServeTheirImages(t *testing.T) {
 	reg.PutImage("app", "v1", "", content)
 	reg.PutImage("app", "v2", "another configuration", content)
 	root := t.TempDir()
-	s := openStore(t, Config{Root: root})
-	img := pull(t, s, reg.Host()+"/app:v1")
-	rec := s.index.Load().records[img.ID]
+	s := openStore(t, pull.Config{Root: root})
+	img := mustPull(t, s, reg.Host()+"/app:v1")
+	rec := s.Snapshot().Records()[img.ID]
 	if err := s.Remove(t.Context(), img.ID); err != nil {
 		t.Fatal(err)
 	}
 	// As 0.2.0 would have it.
-	if err := s.layers.primary.Create(t.Context(), layer.Source{DiffID: content.DiffID}, bytes.NewReader(content.Blob), unpack.Limits{}); err != nil {
+	if err := s.Primary().Create(t.Context(), layer.Source{DiffID: content.DiffID}, bytes.NewReader(content.Blob), unpack.Limits{}); err != nil {
 		t.Fatal(err)
 	}
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
 	}
 	rec.Blobs = nil
-	old, err := checkpoint.OpenDir(root+"/"+recordsDir, recordKind, 1, checkpoint.Power)
+	old, err := record.OpenDir(root+"/"+"records", image.RecordKind, 1, record.Power)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := old.Write(recordName(img.ID), rec); err != nil {
+	if err := old.Write(image.RecordName(img.ID), rec); err != nil {
 		t.Fatal(err)
 	}
 
-	s = openStore(t, Config{Root: root})
-	if again := pull(t, s, reg.Host()+"/app:v1"); again.ID != img.ID || readFile(t, s, again, "f") != "content" || reg.Count("/blobs/"+digest.FromBytes(content.Blob).String()) != 1 {
+	s = openStore(t, pull.Config{Root: root})
+	if again := mustPull(t, s, reg.Host()+"/app:v1"); again.ID != img.ID || readFile(t, s, again, "f") != "content" || reg.Count("/blobs/"+digest.FromBytes(content.Blob).String()) != 1 {
 		t.Errorf("got %+v", again)
 	}
-	newer := pull(t, s, reg.Host()+"/app:v2")
+	newer := mustPull(t, s, reg.Host()+"/app:v2")
 	if slices.Equal(newer.Layers, []digest.Digest{content.DiffID}) || readFile(t, s, newer, "f") != "content" {
 		t.Errorf("got %+v", newer)
 	}
 	if err := s.Remove(t.Context(), img.ID); err != nil {
 		t.Error(err)
 	}
-	if got := s.layers.List(); !slices.Equal(got, newer.Layers) {
+	if got := s.LayerNames(); !slices.Equal(got, newer.Layers) {
 		t.Errorf("layers %v are left, %v are needed", got, newer.Layers)
 	}
-}
-
-// A record is invalid if its ID does not match its blobs.
-func TestSameConfigWithOtherBlobsIsAnotherImage(t *testing.T) {
-	rec := record{Config: []byte(`{"rootfs":{"diff_ids":["` + digest.FromString("tar").String() + `"]}}`), Blobs: []digest.Digest{digest.FromString("blob")}}
-	other := rec.otherID()
-	for _, id := range []string{digest.FromBytes(rec.Config).String(), other} {
-		if _, err := decodeRecord(id, encoded(t, rec)); err != nil {
-			t.Error(err)
-		}
-	}
-	for what, blobs := range map[string][]digest.Digest{"others": {digest.FromString("other")}, "too many": {rec.Blobs[0], rec.Blobs[0]}, "no digest": {"x"}} {
-		rec.Blobs = blobs
-		if _, err := decodeRecord(other, encoded(t, rec)); err == nil {
-			t.Errorf("%s: taken for %s", what, other)
-		}
-	}
-}
-
-func encoded(t *testing.T, rec record) []byte {
-	t.Helper()
-	data, err := json.Marshal(rec)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return data
 }

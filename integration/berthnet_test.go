@@ -6,7 +6,6 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -121,33 +120,6 @@ func TestBuiltInNetworkNotReady(t *testing.T) {
 	waitNetworkReady(t, d, true)
 }
 
-// Verbose Status and the log name a firewall that drops unknown traffic. The node stays ready.
-func TestBuiltInNetworkNamesFirewalls(t *testing.T) {
-	conn, err := nftables.New()
-	harness.Must(t, err)
-	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyINet, Name: "strict"})
-	drop := nftables.ChainPolicyDrop
-	conn.AddChain(&nftables.Chain{Table: table, Name: "forward", Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter, Policy: &drop})
-	harness.Must(t, conn.Flush())
-	t.Cleanup(func() {
-		conn.DelTable(table)
-		harness.Must(t, conn.Flush())
-	})
-	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
-	waitNetworkReady(t, d, true)
-	harness.Eventually(t, "verbose Status names the firewall", func() error { // berth checks for firewalls after the first STATUS
-		status := harness.Get(d.Cri.Status(t.Context(), true))(t)
-		var info struct{ Obstacles []string }
-		harness.Must(t, json.Unmarshal([]byte(status.Info["network"]), &info))
-		if len(info.Obstacles) != 1 || !strings.Contains(info.Obstacles[0], "inet strict forward") {
-			return harness.Unexpected("obstacles", info.Obstacles, "inet strict forward")
-		}
-		return nil
-	})
-	log := harness.Get(os.ReadFile(d.LogFile()))(t)
-	harness.Equal(t, "warnings in the log", strings.Count(string(log), "inet strict forward"), 1)
-}
-
 // Pods keep addresses and host ports while the daemon is restarted or killed. The next daemon
 // assigns their addresses to no other pod.
 func TestBuiltInNetworkSurvivesDaemonRestart(t *testing.T) {
@@ -170,7 +142,7 @@ func TestBuiltInNetworkSurvivesDaemonRestart(t *testing.T) {
 }
 
 // A flush of all packet filter rules, as by a reload of nftables.service, closes host ports only
-// briefly.
+// until kubelet asks for the status.
 func TestBuiltInNetworkOutlivesFlush(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithBuiltInNetwork())
 	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
@@ -182,6 +154,7 @@ func TestBuiltInNetworkOutlivesFlush(t *testing.T) {
 	harness.Must(t, conn.Flush())
 	client := http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}} // each request needs a new connection
 	harness.Eventually(t, "the host port is open again", func() error {
+		harness.Get(d.Cri.Status(t.Context(), false))(t)
 		answer, err := client.Get("http://127.0.0.1:18080/")
 		if err != nil {
 			return err

@@ -18,6 +18,7 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/checkpoint/record"
 	blobindex "berth/image/lazy/index"
 	"berth/integration/fixture"
 	"berth/integration/harness"
@@ -39,7 +40,7 @@ type lazyNode struct {
 var lazyFiles = []string{"one", "two", "three", "four"}
 
 // lazyOptions are options of all lazy nodes. Each layer with an index counts.
-var lazyOptions = []string{`lazy.policy = "indexed"`, "lazy.min_bytes = 1", `lazy.min_time = "0s"`}
+var lazyOptions = []string{`lazy.policy = "on"`, "lazy.min_bytes = 1", `lazy.min_time = "0s"`}
 
 // startLazyNode starts a daemon, and pulls and removes an image. Its index stays.
 func startLazyNode(t *testing.T, options ...string) *lazyNode {
@@ -245,6 +246,44 @@ func TestLazyIndexLies(t *testing.T) {
 	pod := n.RunPod(t)
 	harness.Equal(t, "sums", pod.Sh(t, "sha256sum /one /two /three /four", harness.Image(n.image)), n.sums())
 	pod.Remove(t)
+}
+
+// An earlier version of berth has created a layer from an index of another node, and has not proven
+// it. The next daemon kills the containers on it. The image is pulled again with an own index.
+func TestLazyLayerOfAnotherNodesIndex(t *testing.T) {
+	n := startLazyNode(t)
+	n.gate.Shut()
+	n.Pull(t, n.image)
+	n.waitIncomplete(t)
+	pod := n.RunPod(t)
+	c := pod.Run(t, harness.Image(n.image), harness.Script("exec sleep 100000"))
+	mounts := pod.Run(t, harness.ContainerNamed("mounts"), harness.Mount(imageVolume(n.image, "")))
+	other := pod.Run(t, harness.ContainerNamed("other"))
+	n.Kill(t)
+	layers := harness.Get(filepath.Glob(filepath.Join(n.Root, "images", "erofs", "lazy", "*", "index")))(t)
+	harness.Equal(t, "incomplete layers", len(layers), 1)
+	claim := []byte(`{"peer":"192.0.2.1:4789","registry":"registry.example"}`)
+	harness.Must(t, os.WriteFile(filepath.Join(filepath.Dir(layers[0]), "claim"), claim, 0o600))
+	n.Start(t)
+	for _, wrong := range []*harness.Container{c, mounts} {
+		status := wrong.WaitExited(t)
+		harness.Equal(t, "reason", status.Reason, "WrongFiles")
+		harness.WantText(t, "message", status.Message, "not proven")
+	}
+	harness.Equal(t, "state of a container without the image", other.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+	if n.ImageStatus(t, n.image) != nil {
+		t.Error("the image exists")
+	}
+	n.gate.Open()
+	n.Pull(t, n.image)
+	again := pod.Run(t, harness.Image(n.image), harness.ContainerNamed("again"), harness.Script(reader()))
+	again.WaitOutput(t, n.sums())
+	pod.Remove(t)
+	n.removeImage(t)
+	// The record of the first image is kept for the operator.
+	aside := filepath.Join(n.Root, "images/records", record.SetAsideDir)
+	harness.Equal(t, "records set aside", len(harness.Get(os.ReadDir(aside))(t)), 1)
+	harness.Must(t, os.RemoveAll(aside))
 }
 
 // A damaged index is not used.

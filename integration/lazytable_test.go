@@ -46,7 +46,7 @@ func startTableNode(t *testing.T, form string, lie func(*estargz.JTOC)) *lazyNod
 		n.proofs = 1
 	}
 	n.image, _ = harness.Push(t, n.registry, "lazy:latest", img)
-	n.Daemon = harness.StartDaemon(t, harness.WithConfig(`lazy.policy = "all"`, "lazy.min_bytes = 1", `lazy.min_time = "0s"`))
+	n.Daemon = harness.StartDaemon(t, harness.WithConfig(`lazy.policy = "on"`, "lazy.min_bytes = 1", `lazy.min_time = "0s"`))
 	n.needEROFS(t)
 	return n
 }

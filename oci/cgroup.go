@@ -27,9 +27,9 @@ var (
 // With the cgroupfs driver the form is "<parent>/<id>", and parent is an absolute path below the
 // mounts of the cgroup hierarchies. With the systemd driver the form is "<slice>:berth:<id>", and
 // parent is the name of a slice, or its path in kubelet's form:
-// "/kubepods.slice/kubepods-besteffort.slice". An empty parent is DefaultCgroupParent or
-// DefaultSlice. CgroupsPath refuses a parent in the other driver's form, because kubelet and berth
-// then use different drivers.
+// "/kubepods.slice/kubepods-besteffort.slice". An empty parent is [DefaultCgroupParent] or
+// [DefaultSlice]. CgroupsPath refuses a parent in the other driver's form, because kubelet and
+// berth then use different drivers.
 func CgroupsPath(parent, id string, systemdDriver bool) (string, error) {
 	if !cgroupID.MatchString(id) || len(id) > 128 || strings.HasSuffix(id, ".slice") {
 		return "", errdefs.InvalidArgument("cgroup: %q is not an ID", id)
@@ -80,7 +80,8 @@ func systemdPath(parent, id string) (string, error) {
 	return slice + ":" + scopePrefix + ":" + id, nil
 }
 
-// CgroupPath returns the directory of a result of CgroupsPath, below the mounts of the hierarchies.
+// CgroupPath returns the directory of a result of [CgroupsPath], below the mounts of the
+// hierarchies.
 func CgroupPath(cgroupsPath string) string {
 	parts := strings.Split(cgroupsPath, ":")
 	if len(parts) != 3 {

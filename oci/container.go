@@ -66,7 +66,7 @@ func setProcess(in ContainerInput, spec *specs.Spec) error {
 	if err != nil {
 		return err
 	}
-	score, err := oomScoreAdj(in.resources().GetOomScoreAdj(), in.Host)
+	score, err := oomScoreAdj(in.resources().GetOomScoreAdj())
 	if err != nil {
 		return err
 	}

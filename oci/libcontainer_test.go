@@ -141,6 +141,7 @@ func TestRun(t *testing.T) {
 	sandbox.Image = &ocispec.ImageConfig{Entrypoint: []string{"/bin/sleep", "1000"}}
 	spec, err := SandboxSpec(sandbox)
 	testutil.Must(t, err)
+	*spec.Process.OOMScoreAdj = max(*spec.Process.OOMScoreAdj, facts.OOMScoreAdjMin) // as the caller does
 	pause, _ := start(t, state, id, rootfs, spec, &bytes.Buffer{})
 
 	sandbox.Pod.PausePID = pause

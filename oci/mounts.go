@@ -293,9 +293,9 @@ func absolutePaths(field string, paths []string) ([]string, error) {
 	return slices.Clone(paths), nil
 }
 
-// RelabelSources returns the host paths that the caller must label with confine.Labels.Mount before
-// launch: the sources of CRI mounts with selinux_relabel. It never returns the pod's files or other
-// paths (CVE-2021-43816).
+// RelabelSources returns the host paths that the caller must label with Mount of [confine.Labels]
+// before launch: the sources of CRI mounts with selinux_relabel. It never returns the pod's files
+// or other paths (CVE-2021-43816).
 func RelabelSources(config *runtimeapi.ContainerConfig, files Files) ([]string, error) {
 	var sources []string
 	for _, m := range config.GetMounts() {

@@ -2,8 +2,9 @@
 // a CRI config, an image's config and facts about the host.
 //
 // The functions keep no state and write nothing. They query host paths (whether a mount source
-// exists, which device is at /dev/fuse) through the Files interface. Specs are complete except for
-// Root.Path, which the launcher sets.
+// exists, which device is at /dev/fuse) through the [Files] interface. Specs are complete except
+// for Root.Path, which the launcher sets. [SandboxSpec] is for the pause of a pod, [ContainerSpec]
+// for a container, and [ExecProcess] for an exec in it.
 //
 // # Rules
 //
@@ -17,9 +18,9 @@
 //   - Invalid input is InvalidArgument and names the field or value. A missing feature of the host
 //     is FailedPrecondition. Internal means that the caller omitted a value.
 //   - The caller adds CDI devices. Files of the host describe them, and they edit a complete spec.
-//   - HOME is always set, from the user that users.Resolve found, so that libcontainer never parses
-//     the container's /etc/passwd.
-//   - A VOLUME of an image is a directory of the container's own, as in containerd. PlaceVolumes
+//   - HOME is always set, from the user that [users.Resolve] found, so that libcontainer never
+//     parses the container's /etc/passwd.
+//   - A VOLUME of an image is a directory of the container's own, as in containerd. [PlaceVolumes]
 //     decides where. It is writable with a read-only root, too.
 //
 // # Errors that kubelet interprets
@@ -40,10 +41,10 @@ import (
 	"berth/oci/users"
 )
 
-// Host contains the features of the node. host.Detect returns it.
+// Host contains the features of the node. [host.Detect] returns it.
 type Host = host.Facts
 
-// Files queries host paths. host.Files implements it.
+// Files queries host paths. [host.Files] implements it.
 type Files interface {
 	confine.Files
 	// Resolve follows all symbolic links. errdefs.IsBadPath reports errors that the path causes.
@@ -79,7 +80,7 @@ type Pod struct {
 	OwnsFiles bool
 }
 
-// ContainerInput is the input of ContainerSpec.
+// ContainerInput is the input of [ContainerSpec].
 type ContainerInput struct {
 	ID     string
 	Pod    Pod
@@ -115,7 +116,7 @@ type Defaults struct {
 	Seccomp confine.SeccompDefaults
 }
 
-// SandboxInput is the input of SandboxSpec.
+// SandboxInput is the input of [SandboxSpec].
 type SandboxInput struct {
 	Pod           Pod
 	Image         *ocispec.ImageConfig // of image.pause; nil: the embedded pause, at PausePath of its root

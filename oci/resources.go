@@ -13,7 +13,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// LinuxResources converts the limits of a container, for its creation and for
+// LinuxResources converts the limits of a container, for its creation by [ContainerSpec] and for
 // UpdateContainerResources. Fields that are 0 or empty stay unset. The creation overwrites Devices
 // of the result. A nil argument sets no limits.
 //
@@ -180,10 +180,11 @@ func nameNoSwap(unified map[string]string, memory *specs.LinuxMemory, host Host)
 	return unified
 }
 
-// oomScoreAdj raises an oom_score_adj to the lowest value that the host permits.
-func oomScoreAdj(want int64, host Host) (int, error) {
+// oomScoreAdj checks an oom_score_adj. The caller of ContainerSpec raises it to what the host
+// permits.
+func oomScoreAdj(want int64) (int, error) {
 	if want < -1000 || want > 1000 {
 		return 0, errdefs.InvalidArgument("oom_score_adj %d is not between -1000 and 1000", want)
 	}
-	return max(int(want), host.OOMScoreAdjMin), nil
+	return int(want), nil
 }

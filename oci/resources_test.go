@@ -2,7 +2,6 @@ package oci
 
 import (
 	"encoding/json"
-	"fmt"
 	"testing"
 
 	"google.golang.org/grpc/codes"
@@ -105,22 +104,8 @@ func TestLinuxResourcesRefused(t *testing.T) {
 	}
 }
 
-func TestOOMScoreAdj(t *testing.T) {
+func TestOOMScoreAdjRange(t *testing.T) {
 	t.Parallel()
-	for _, test := range []struct {
-		want int64
-		min  int
-		got  int
-	}{
-		{0, -1000, 0}, {-997, -1000, -997}, {1000, -1000, 1000}, {-997, 0, 0}, {-997, -500, -500}, {3, 100, 100},
-	} {
-		t.Run(fmt.Sprintf("%d with minimum %d", test.want, test.min), func(t *testing.T) {
-			got, err := oomScoreAdj(test.want, Host{OOMScoreAdjMin: test.min})
-			if err != nil || got != test.got {
-				t.Errorf("%d with minimum %d: got %d, %v, want %d", test.want, test.min, got, err, test.got)
-			}
-		})
-	}
 	for _, n := range []int64{-1001, 1001, 1 << 40} {
 		refused(t, func(in *ContainerInput) { in.Config.Linux.Resources.OomScoreAdj = n }, codes.InvalidArgument, "oom_score_adj")
 	}

@@ -65,7 +65,7 @@ func sandboxProcess(in SandboxInput) (*specs.Process, error) {
 		}
 	}
 	env.set("HOME", in.User.HomeVariable())
-	score := max(sandboxOOMScoreAdj, in.Host.OOMScoreAdjMin)
+	score := sandboxOOMScoreAdj
 	return &specs.Process{
 		Args:         args,
 		Env:          env.vars,

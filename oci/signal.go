@@ -18,7 +18,7 @@ const (
 )
 
 // StopSignal returns the signal that stops a container: the CRI config's, the image's, or SIGTERM
-// (KEP-4960). A value of the config must have passed CheckStopSignal.
+// (KEP-4960). A value of the config must have passed [CheckStopSignal].
 func StopSignal(asked runtimeapi.Signal, image string) syscall.Signal {
 	if sig, ok := signalNumbers[asked]; ok {
 		return sig

@@ -17,7 +17,7 @@ import (
 )
 
 // AnonymousVolume is a directory that belongs to one container, mounted where its image has a
-// VOLUME.
+// VOLUME. [PlaceVolumes] returns it.
 type AnonymousVolume struct {
 	Name string `json:"name"` // of the directory on the host: the place of the path among the image's volumes
 	Path string `json:"path"` // in the container: clean, and free of the image's symlinks

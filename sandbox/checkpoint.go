@@ -4,17 +4,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
+	"log/slog"
 	"math"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
-
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process"
+	"berth/checkpoint/process/archive"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
@@ -22,11 +22,31 @@ import (
 	"berth/internal/task"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
+	"berth/sandbox/stream"
 )
 
 // checkpointTime limits a checkpoint without a timeout of the client. kubelet's own deadline is two
 // minutes.
 const checkpointTime = 2 * time.Minute
+
+// checkpoints saves running containers and pods.
+type checkpoints struct {
+	objects    objects
+	control    *control
+	node       state.Node
+	tasks      *task.Runner
+	log        *slog.Logger
+	unfinished *deferredWork
+
+	launcher Launcher
+	images   Images
+	dumper   Dumper
+	streams  *stream.Service
+	signing  func() (*archive.Key, error) // the node's key, made when it is first needed
+
+	outputs *process.Outputs // directories of pods' checkpoints
+	undoing atomic.Bool      // the checkpoints of an earlier daemon are not undone yet
+}
 
 // CheckpointContainer writes an archive of a running container to the file location (KEP-2008). The
 // container is frozen meanwhile and goes on afterwards, also after an error. The archive replaces
@@ -38,7 +58,7 @@ const checkpointTime = 2 * time.Minute
 // Errors: InvalidArgument for a location that is not an absolute path. NotFound. FailedPrecondition
 // if the container does not run or cannot be checkpointed, with the cause. ResourceExhausted if a
 // filesystem is full. Canceled or DeadlineExceeded with ctx or the timeout.
-func (m *Manager) CheckpointContainer(ctx context.Context, id, location string, timeout time.Duration) error {
+func (k *checkpoints) CheckpointContainer(ctx context.Context, id, location string, timeout time.Duration) error {
 	if timeout < 0 {
 		return errdefs.InvalidArgument("checkpoint container %s: negative timeout", id)
 	}
@@ -46,16 +66,16 @@ func (m *Manager) CheckpointContainer(ctx context.Context, id, location string, 
 		return errdefs.InvalidArgument("checkpoint container %s: the location %q is not the absolute path of a file",
 			id, errdefs.Clip(location))
 	}
-	c, err := m.containers.Find(id)
+	c, err := k.objects.containers.Find(id)
 	if err != nil {
 		return err
 	}
-	p, err := m.pods.Find(c.PodID)
+	p, err := k.objects.pods.Find(c.PodID)
 	if err != nil {
 		return err
 	}
-	err = m.checkpoint(ctx, timeout, c.String(), func(ctx context.Context) error {
-		return m.checkpointContainer(ctx, p, c, location)
+	err = k.checkpoint(ctx, timeout, c.String(), func(ctx context.Context) error {
+		return k.checkpointContainer(ctx, p, c, location)
 	})
 	if err != nil {
 		return fmt.Errorf("checkpoint container %s: %w", c.ID, errdefs.Scarce(err))
@@ -77,7 +97,7 @@ func isFilePath(path string) bool {
 // Errors: InvalidArgument for bad requests and unknown options. NotFound. FailedPrecondition if the
 // directory is not empty, ids are not the running containers, or a container cannot be
 // checkpointed. ResourceExhausted, Canceled and DeadlineExceeded as CheckpointContainer.
-func (m *Manager) CheckpointPod(ctx context.Context, podID, output string, ids []string,
+func (k *checkpoints) CheckpointPod(ctx context.Context, podID, output string, ids []string,
 	options map[string]string) error {
 	for name := range options {
 		return errdefs.InvalidArgument("checkpoint pod %s: unknown option %q", podID, errdefs.Clip(name))
@@ -85,16 +105,16 @@ func (m *Manager) CheckpointPod(ctx context.Context, podID, output string, ids [
 	if !filepath.IsAbs(output) || len(ids) == 0 {
 		return errdefs.InvalidArgument("checkpoint pod %s: it needs containers and the absolute path of a directory", podID)
 	}
-	p, err := m.pods.Find(podID)
+	p, err := k.objects.pods.Find(podID)
 	if err != nil {
 		return err
 	}
-	containers, err := m.findContainersOf(p, ids)
+	containers, err := k.findContainersOf(p, ids)
 	if err != nil {
 		return err
 	}
-	err = m.checkpoint(ctx, 0, p.String(), func(ctx context.Context) error {
-		return m.checkpointPod(ctx, p, containers, output)
+	err = k.checkpoint(ctx, 0, p.String(), func(ctx context.Context) error {
+		return k.checkpointPod(ctx, p, containers, output)
 	})
 	if err != nil {
 		return fmt.Errorf("checkpoint pod %s: %w", p.ID, errdefs.Scarce(err))
@@ -103,10 +123,10 @@ func (m *Manager) CheckpointPod(ctx context.Context, podID, output string, ids [
 }
 
 // findContainersOf finds the containers of a request, sorted by ID.
-func (m *Manager) findContainersOf(p *pod, ids []string) ([]*container, error) {
+func (k *checkpoints) findContainersOf(p *pod, ids []string) ([]*container, error) {
 	var found []*container
 	for _, id := range ids {
-		c, err := m.containers.Find(id)
+		c, err := k.objects.containers.Find(id)
 		if err != nil {
 			return nil, err
 		}
@@ -124,16 +144,16 @@ func (m *Manager) findContainersOf(p *pod, ids []string) ([]*container, error) {
 
 // checkpoint runs op. It returns after op's end, so that an error means that everything is undone.
 // op is cancelled with ctx, after the timeout, and when berth stops.
-func (m *Manager) checkpoint(ctx context.Context, timeout time.Duration, object string,
+func (k *checkpoints) checkpoint(ctx context.Context, timeout time.Duration, object string,
 	op func(context.Context) error) error {
-	if m.undoing.Load() {
+	if k.undoing.Load() {
 		return errdefs.Unavailable("the checkpoints of an earlier daemon are not undone yet; the log says why")
 	}
 	if timeout == 0 {
 		timeout = checkpointTime
 	}
 	limit := min(timeout, math.MaxInt64-task.Limit) + task.Limit
-	return m.tasks.Detach(context.WithoutCancel(ctx), limit, "checkpoint", object, func(detached context.Context) error {
+	return k.tasks.Detach(context.WithoutCancel(ctx), limit, "checkpoint", object, func(detached context.Context) error {
 		detached, cancel := context.WithTimeout(detached, timeout)
 		defer cancel()
 		detached, cancelCause := context.WithCancelCause(detached)
@@ -149,7 +169,7 @@ func (m *Manager) checkpoint(ctx context.Context, timeout time.Duration, object 
 
 // untilStopped calls op with the locks of the containers, which are sorted by ID. A stop of one of
 // them cancels op, and the wait for the locks.
-func (m *Manager) untilStopped(ctx context.Context, containers []*container,
+func (k *checkpoints) untilStopped(ctx context.Context, containers []*container,
 	op func(context.Context, []lockedContainer) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
@@ -158,7 +178,7 @@ func (m *Manager) untilStopped(ctx context.Context, containers []*container,
 		defer end()
 		defer context.AfterFunc(running, func() { cancel(context.Cause(running)) })()
 	}
-	err := m.lockContainers(ctx, containers, nil, func(locked []lockedContainer) error { return op(ctx, locked) })
+	err := k.lockContainers(ctx, containers, nil, func(locked []lockedContainer) error { return op(ctx, locked) })
 	if err != nil && errors.Is(context.Cause(ctx), runtime.ErrStopped) {
 		return errdefs.FailedPrecondition("the container was stopped during its checkpoint: %v", err)
 	}
@@ -166,41 +186,41 @@ func (m *Manager) untilStopped(ctx context.Context, containers []*container,
 }
 
 // lockContainers calls op while it holds the locks of all containers, which are sorted by ID.
-func (m *Manager) lockContainers(ctx context.Context, rest []*container, locked []lockedContainer,
+func (k *checkpoints) lockContainers(ctx context.Context, rest []*container, locked []lockedContainer,
 	op func([]lockedContainer) error) error {
 	if len(rest) == 0 {
 		return op(locked)
 	}
-	return m.lockContainer(ctx, rest[0], "checkpoint", func(c lockedContainer) error {
-		return m.lockContainers(ctx, rest[1:], append(locked, c), op)
+	return k.control.lockContainer(ctx, rest[0], "checkpoint", func(c lockedContainer) error {
+		return k.lockContainers(ctx, rest[1:], append(locked, c), op)
 	})
 }
 
 // checkpointContainer captures a container in a directory of berth's own and packs that into a
 // file.
-func (m *Manager) checkpointContainer(ctx context.Context, p *pod, c *container, location string) (err error) {
+func (k *checkpoints) checkpointContainer(ctx context.Context, p *pod, c *container, location string) (err error) {
 	undo := cleanup.New()
 	defer func() { undo.Run(&err) }()
-	dir, err := m.checkpointDir(undo)
+	dir, err := k.checkpointDir(undo)
 	if err != nil {
 		return err
 	}
-	job := &checkpointJob{m: m, pod: p, dir: dir}
+	job := &checkpointJob{k: k, pod: p, dir: dir}
 	if err := job.run(ctx, []*container{c}); err != nil {
 		return err
 	}
-	return writeArchive(ctx, dir, location)
+	return process.WriteArchive(ctx, dir, location)
 }
 
 // checkpointDir makes a directory for the checkpoint of a container. Its name is new, because a
 // retried removal of an earlier one can still be in progress.
-func (m *Manager) checkpointDir(undo *cleanup.List) (*os.File, error) {
-	path := filepath.Join(m.dirs.Checkpoints(), state.NewID())
+func (k *checkpoints) checkpointDir(undo *cleanup.List) (*os.File, error) {
+	path := filepath.Join(k.node.Checkpoints(), state.NewID())
 	// The archive is complete without it, so a failed removal is retried and is no error.
 	undo.Add("remove "+path, func() error {
-		if m.removeCheckpointDir(context.Background(), path) != nil {
-			m.tasks.RetryInBackground("remove", path, func(ctx context.Context) error {
-				return m.removeCheckpointDir(ctx, path)
+		if k.removeCheckpointDir(context.Background(), path) != nil {
+			k.tasks.RetryInBackground("remove", path, func(ctx context.Context) error {
+				return k.removeCheckpointDir(ctx, path)
 			})
 		}
 		return nil
@@ -219,7 +239,7 @@ func (m *Manager) checkpointDir(undo *cleanup.List) (*os.File, error) {
 	return dir, nil
 }
 
-func (m *Manager) removeCheckpointDir(ctx context.Context, path string) error {
+func (k *checkpoints) removeCheckpointDir(ctx context.Context, path string) error {
 	failpoint.Reach("checkpoint.remove-dir")
 	err := safefs.RemoveAll(ctx, path)
 	failpoint.Reach("checkpoint.dir-removed")
@@ -227,36 +247,36 @@ func (m *Manager) removeCheckpointDir(ctx context.Context, path string) error {
 }
 
 // checkpointPod captures a pod in the client's directory.
-func (m *Manager) checkpointPod(ctx context.Context, p *pod, containers []*container, output string) (err error) {
-	if err := m.checkComplete(p, containers); err != nil { // before anything is written
+func (k *checkpoints) checkpointPod(ctx context.Context, p *pod, containers []*container, output string) (err error) {
+	if err := k.checkComplete(p, containers); err != nil { // before anything is written
 		return err
 	}
-	dir, err := openEmpty(output)
+	dir, err := process.OpenEmpty(output)
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, dir.Close()) }()
-	record, err := m.recordOutput(dir)
+	record, err := k.outputs.Record(dir)
 	if err != nil {
 		return err
 	}
-	if err := checkEmpty(dir); err != nil { // another checkpoint may have filled it before the record
-		return errors.Join(err, m.forgetOutput(record))
+	if err := process.CheckEmpty(dir); err != nil { // another checkpoint may have filled it before the record
+		return errors.Join(err, k.outputs.Forget(record))
 	}
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	undo.Add("empty "+output, func() error {
 		if err := archive.Clear(dir); err != nil {
-			m.outputs.leave(record) // for the next daemon
+			k.outputs.Leave(record) // for the next daemon
 			return err
 		}
-		return m.forgetOutput(record)
+		return k.outputs.Forget(record)
 	})
-	job := &checkpointJob{m: m, pod: p, dir: dir, whole: true}
+	job := &checkpointJob{k: k, pod: p, dir: dir, whole: true}
 	if err := job.run(ctx, containers); err != nil {
 		return err
 	}
-	if err := m.forgetOutput(record); err != nil {
+	if err := k.outputs.Forget(record); err != nil {
 		return err
 	}
 	undo.Release()
@@ -265,8 +285,8 @@ func (m *Manager) checkpointPod(ctx context.Context, p *pod, containers []*conta
 
 // checkComplete returns FailedPrecondition unless the containers are all running containers of the
 // pod.
-func (m *Manager) checkComplete(p *pod, containers []*container) error {
-	for _, c := range m.containersOf(p.ID) {
+func (k *checkpoints) checkComplete(p *pod, containers []*container) error {
+	for _, c := range k.objects.containersOf(p.ID) {
 		if !slices.Contains(containers, c) && c.running.Load() != nil {
 			return errdefs.FailedPrecondition("container %s (%s) runs, but is not in the request", c.ID,
 				c.Config.GetMetadata().GetName())
@@ -275,42 +295,14 @@ func (m *Manager) checkComplete(p *pod, containers []*container) error {
 	return nil
 }
 
-// openEmpty opens an existing empty directory. A symbolic link at its place is refused.
-func openEmpty(path string) (*os.File, error) {
-	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, errdefs.FailedPrecondition("open the output directory %s: %w", path, os.NewSyscallError("open", err))
-	}
-	dir := os.NewFile(uintptr(fd), path)
-	if err := checkEmpty(dir); err != nil {
-		return nil, errors.Join(err, dir.Close())
-	}
-	return dir, nil
-}
-
-// checkEmpty returns FailedPrecondition if a directory is not empty.
-func checkEmpty(dir *os.File) error {
-	if _, err := dir.Seek(0, io.SeekStart); err != nil {
-		return err
-	}
-	_, err := dir.Readdirnames(1)
-	switch {
-	case err == nil:
-		return errdefs.FailedPrecondition("the output directory %s is not empty", dir.Name())
-	case errors.Is(err, io.EOF):
-		_, err = dir.Seek(0, io.SeekStart)
-	}
-	return err
-}
-
 // checkRunning returns FailedPrecondition unless a checkpoint of the container is possible in
 // principle.
-func (m *Manager) checkRunning(c lockedContainer) error {
+func (k *checkpoints) checkRunning(c lockedContainer) error {
 	run := c.running.Load()
 	if c.Phase() != state.ContainerRunning || run == nil || run.HasEnded() {
 		return errdefs.FailedPrecondition("container %s does not run", c.ID)
 	}
-	if program := m.runtimeOf(c.container); program != nil && !program.Sandboxed {
+	if program := k.objects.runtimeOf(c.container); program != nil && !program.Sandboxed {
 		return errdefs.FailedPrecondition(
 			"container %s: the runtime of its handler is not berth's own, so it cannot be checkpointed", c.ID)
 	}

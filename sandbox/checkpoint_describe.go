@@ -5,19 +5,15 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/netip"
-	"os"
-	goruntime "runtime"
 
-	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process"
+	"berth/checkpoint/process/archive"
 	"berth/image"
 	"berth/internal/criu"
-	"berth/internal/host"
-	"berth/internal/version"
 )
 
 // describe writes the files about the containers and returns the manifest.
@@ -33,7 +29,7 @@ func (j *checkpointJob) describe(ctx context.Context) (*archive.Manifest, error)
 	} else {
 		program = j.parts[0].dump.Info().CRIU
 	}
-	if manifest.Node, err = describeNode(program); err != nil {
+	if manifest.Node, err = process.DescribeNode(program); err != nil {
 		return nil, err
 	}
 	if j.whole {
@@ -51,7 +47,7 @@ func (j *checkpointJob) describe(ctx context.Context) (*archive.Manifest, error)
 		if err := archive.WriteContainer(j.dir, manifest, pod, c, files); err != nil {
 			return nil, err
 		}
-		if err := j.writeBindMounts(part); err != nil {
+		if err := process.WriteBindMounts(part.dir, part.Config.GetMounts(), part.mounted); err != nil {
 			return nil, err
 		}
 		manifest.Containers = append(manifest.Containers, *c)
@@ -82,7 +78,7 @@ func (j *checkpointJob) describeContainer(part *checkpointPart) (*archive.Contai
 	metadata := part.Config.GetMetadata()
 	c := &archive.Container{Name: metadata.GetName(), ID: part.ID, Attempt: metadata.GetAttempt(), Config: config}
 	c.Image = archive.Image{Name: writtenName(part.Config), Ref: part.Image.Ref, ID: part.Image.ID}
-	for _, l := range j.m.images.LayersOf(&image.Image{ID: part.Image.ID, Layers: part.Image.Layers}) {
+	for _, l := range j.k.images.LayersOf(&image.Image{ID: part.Image.ID, Layers: part.Image.Layers}) {
 		c.Image.Layers = append(c.Image.Layers, archive.Layer{Blob: l.Blob.String(), DiffID: l.DiffID.String()})
 	}
 	return c, nil
@@ -90,8 +86,8 @@ func (j *checkpointJob) describeContainer(part *checkpointPart) (*archive.Contai
 
 // filesOf returns what other programs want to know about a container.
 func (j *checkpointJob) filesOf(ctx context.Context, part *checkpointPart) (archive.ContainerFiles, error) {
-	m := j.m
-	spec, err := m.launcher.Spec(ctx, j.pod.Info(), part.snapshot(), m.targetPIDNS(part.container))
+	k := j.k
+	spec, err := k.launcher.Spec(ctx, j.pod.Info(), part.snapshot(), k.objects.targetPIDNS(part.container))
 	if err != nil {
 		return archive.ContainerFiles{}, fmt.Errorf("describe container %s: %w", part.ID, err)
 	}
@@ -117,20 +113,4 @@ func encodeProto(m proto.Message) (json.RawMessage, error) {
 		return nil, fmt.Errorf("encode %T: %w", m, err)
 	}
 	return data, nil
-}
-
-// describeNode returns what a restore on another node must compare. v is zero if CRIU was not used.
-func describeNode(v criu.Version) (archive.Node, error) {
-	var uts unix.Utsname
-	if err := unix.Uname(&uts); err != nil {
-		return archive.Node{}, os.NewSyscallError("uname", err)
-	}
-	features, err := host.CPUFeatures()
-	return archive.Node{
-		Berth:        version.Get(),
-		CRIU:         v.Number(),
-		Kernel:       unix.ByteSliceToString(uts.Release[:]),
-		Architecture: goruntime.GOARCH,
-		CPUFeatures:  features,
-	}, err
 }

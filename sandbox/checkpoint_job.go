@@ -2,25 +2,23 @@ package sandbox
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
 	"path"
 	goruntime "runtime"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc/codes"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process"
+	"berth/checkpoint/process/archive"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/safefs"
-	"berth/sandbox/dump"
 	"berth/sandbox/runtime"
 )
 
@@ -35,7 +33,7 @@ const (
 // checkpointJob is a checkpoint in progress. It holds the locks of the containers until they are
 // captured and described, but not while it hashes and writes: an exit is published under the lock.
 type checkpointJob struct {
-	m     *Manager
+	k     *checkpoints
 	pod   *pod
 	dir   *os.File // the archive
 	whole bool     // an archive of the pod, otherwise of one container
@@ -62,7 +60,7 @@ type checkpointPart struct {
 // the files.
 func (j *checkpointJob) run(ctx context.Context, containers []*container) error {
 	defer j.close()
-	key, err := j.m.signing()
+	key, err := j.k.signing()
 	if err != nil {
 		return err
 	}
@@ -76,7 +74,7 @@ func (j *checkpointJob) run(ctx context.Context, containers []*container) error 
 // recordLocked captures and describes the containers while it holds their locks.
 func (j *checkpointJob) recordLocked(ctx context.Context,
 	containers []*container) (manifest *archive.Manifest, err error) {
-	err = j.m.untilStopped(ctx, containers, func(ctx context.Context, locked []lockedContainer) (err error) {
+	err = j.k.untilStopped(ctx, containers, func(ctx context.Context, locked []lockedContainer) (err error) {
 		manifest, err = j.record(ctx, locked)
 		return err
 	})
@@ -88,7 +86,7 @@ func (j *checkpointJob) record(ctx context.Context, containers []lockedContainer
 	ctx, j.cancel = context.WithCancelCause(ctx)
 	defer j.cancel(nil)
 	for _, c := range containers {
-		if err := j.m.checkRunning(c); err != nil {
+		if err := j.k.checkRunning(c); err != nil {
 			return nil, err
 		}
 	}
@@ -118,14 +116,14 @@ func (j *checkpointJob) holdExecs(ctx context.Context, containers []lockedContai
 			end()
 		}
 	})
-	if j.m.Service == nil { // tests of the manager have no streams
+	if j.k.streams == nil { // tests of the manager have no streams
 		return release, nil
 	}
 	var mu sync.Mutex // guards held until the end of the group
 	group, ctx := errgroup.WithContext(ctx)
 	for _, c := range containers {
 		group.Go(func() error {
-			end, err := j.m.Hold(ctx, c.ID, execPatience)
+			end, err := j.k.streams.Hold(ctx, c.ID, execPatience)
 			if err != nil {
 				return fmt.Errorf("container %s: %w", c.ID, err)
 			}
@@ -147,7 +145,7 @@ func (j *checkpointJob) capture(ctx context.Context, containers []lockedContaine
 	}
 	err = j.freeze(ctx)
 	if err == nil && j.whole { // a container may have started meanwhile
-		err = j.m.checkComplete(j.pod, unlocked(containers))
+		err = j.k.checkComplete(j.pod, unlocked(containers))
 	}
 	if err == nil {
 		j.frozenAt = time.Now()
@@ -176,7 +174,7 @@ func (j *checkpointJob) each(ctx context.Context, f func(context.Context, *check
 	group, ctx := errgroup.WithContext(ctx)
 	for _, part := range j.parts {
 		group.Go(func() error {
-			return j.m.tasks.Guard("checkpoint", part.String(), func() error {
+			return j.k.tasks.Guard("checkpoint", part.String(), func() error {
 				if err := f(ctx, part); err != nil {
 					return fmt.Errorf("container %s: %w", part.ID, err)
 				}
@@ -193,7 +191,7 @@ func (j *checkpointJob) prepare(ctx context.Context, containers []lockedContaine
 		return err
 	}
 	return j.each(ctx, func(ctx context.Context, part *checkpointPart) (err error) {
-		part.dump, err = j.m.dumper.Prepare(ctx, part.ID, part.dir)
+		part.dump, err = j.k.dumper.Prepare(ctx, part.ID, part.dir)
 		return err
 	})
 }
@@ -247,7 +245,7 @@ func (j *checkpointJob) freeze(ctx context.Context) error {
 	}
 	return j.each(ctx, func(ctx context.Context, part *checkpointPart) (err error) {
 		failpoint.Reach("checkpoint.freeze")
-		part.frozen, err = j.m.dumper.Freeze(ctx, part.ID, part.CgroupsPath, limit)
+		part.frozen, err = j.k.dumper.Freeze(ctx, part.ID, part.CgroupsPath, limit)
 		failpoint.Reach("checkpoint.frozen")
 		return err
 	})
@@ -301,20 +299,7 @@ func (j *checkpointJob) hashEarly(ctx context.Context) (stop func()) {
 
 // copyLayer copies a container's writable layer.
 func (j *checkpointJob) copyLayer(ctx context.Context, part *checkpointPart) error {
-	upper, err := safefs.OpenRoot(path.Join(j.m.dirs.Writable(part.ID), "upper"))
-	if err != nil {
-		return err
-	}
-	defer upper.Close() // it was only read
-	var deleted []string
-	err = writeNew(part.dir, archive.RootfsDiffFile, func(f *os.File) (err error) {
-		deleted, err = dump.Layer(ctx, upper, f)
-		return err
-	})
-	if err != nil || len(deleted) == 0 {
-		return err
-	}
-	return writeJSON(part.dir, archive.DeletedFilesFile, deleted)
+	return process.CopyLayer(ctx, path.Join(j.k.node.Writable(part.ID), "upper"), part.dir)
 }
 
 // copyVolumes copies a container's anonymous volumes.
@@ -322,46 +307,16 @@ func (j *checkpointJob) copyVolumes(ctx context.Context, part *checkpointPart) e
 	if len(part.Anonymous) == 0 {
 		return nil
 	}
-	dir, err := safefs.OpenRoot(j.m.dirs.Volumes(part.ID))
-	if err != nil {
-		return err
-	}
-	defer dir.Close() // it was only read
-	return writeNew(part.dir, archive.VolumesFile, func(f *os.File) error { return dump.Directory(ctx, dir, f) })
+	return process.CopyTree(ctx, j.k.node.Volumes(part.ID), part.dir, archive.VolumesFile)
 }
 
 // copyShm copies the pod's /dev/shm, unless the pod uses the node's.
 func (j *checkpointJob) copyShm(ctx context.Context) error {
-	shm, err := safefs.OpenRoot(j.m.dirs.Shm(j.pod.ID))
+	err := process.CopyTree(ctx, j.k.node.Shm(j.pod.ID), j.dir, archive.ShmFile)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil
 	}
-	if err != nil {
-		return err
-	}
-	defer shm.Close() // it was only read
-	return writeNew(j.dir, archive.ShmFile, func(f *os.File) error { return dump.Directory(ctx, shm, f) })
-}
-
-// writeNew creates a file in a directory and fills it.
-func writeNew(dir *os.File, name string, fill func(*os.File) error) error {
-	failpoint.Reach("checkpoint.make-file")
-	f, err := safefs.Open(dir, name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	failpoint.Reach("checkpoint.file-made")
-	if err != nil {
-		return err
-	}
-	err = fill(f)
-	failpoint.Reach("checkpoint.file-filled")
-	return errors.Join(err, f.Close())
-}
-
-func writeJSON(dir *os.File, name string, content any) error {
-	data, err := json.Marshal(content)
-	if err != nil {
-		return fmt.Errorf("encode %s: %w", name, err)
-	}
-	return writeNew(dir, name, func(f *os.File) error { _, err := f.Write(data); return err })
+	return err
 }
 
 // thaw lets all containers go on, in parallel. An error means that a container ran before
@@ -373,7 +328,7 @@ func (j *checkpointJob) thaw() error {
 // thawDirectly lets all containers go on without their monitors. CRIU has ended. It may have frozen
 // a container after the monitor's last thaw, and a monitor thaws nothing when its limit is over.
 func (j *checkpointJob) thawDirectly() error {
-	return j.eachFrozen(func(part *checkpointPart) error { return j.m.dumper.Thaw(part.CgroupsPath) })
+	return j.eachFrozen(func(part *checkpointPart) error { return j.k.dumper.Thaw(part.CgroupsPath) })
 }
 
 // eachFrozen calls f for all parts that were frozen, in parallel.
@@ -416,30 +371,6 @@ func (j *checkpointJob) close() {
 	if j.early != nil {
 		j.early.Close()
 	}
-}
-
-// writeBindMounts writes CRI-O's list of the mount points that a restore must make.
-func (j *checkpointJob) writeBindMounts(part *checkpointPart) error {
-	type bindMount struct {
-		Source      string `json:"source"`
-		Destination string `json:"destination"`
-		FileType    string `json:"file_type"`
-		Permissions uint32 `json:"permissions"`
-	}
-	mounts := []bindMount{}
-	for _, m := range part.Config.GetMounts() {
-		info, err := os.Stat(m.GetHostPath())
-		if m.GetHostPath() == "" || err != nil || !part.mounted(m.GetContainerPath()) {
-			continue
-		}
-		kind := "file"
-		if info.IsDir() {
-			kind = "directory"
-		}
-		place := strings.TrimSuffix(m.GetContainerPath(), "/")
-		mounts = append(mounts, bindMount{m.GetHostPath(), place, kind, uint32(info.Mode().Perm())})
-	}
-	return writeJSON(part.dir, archive.BindMountsFile, mounts)
 }
 
 // mounted returns whether the container has a mount at a path. Only CRIU knows which ones a process

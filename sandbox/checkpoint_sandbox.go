@@ -26,9 +26,9 @@ func (j *checkpointJob) saveSandbox(ctx context.Context, containers []lockedCont
 		return errdefs.FailedPrecondition(
 			"container %s has volumes of its image, which are not saved with a sandbox: %s", part.ID, part.Anonymous[0].Path)
 	}
-	err := j.m.tasks.WithLock(ctx, j.pod.sandbox, "checkpoint", "sandbox of "+j.pod.String(), func() error {
+	err := j.k.tasks.WithLock(ctx, j.pod.sandbox, "checkpoint", "sandbox of "+j.pod.String(), func() error {
 		j.frozenAt = time.Now()
-		return j.m.dumper.SaveSandbox(ctx, j.pod.PodSpec, part.ContainerSpec, part.dir)
+		return j.k.dumper.SaveSandbox(ctx, j.pod.PodSpec, part.ContainerSpec, part.dir)
 	})
 	if err == nil {
 		err = context.Cause(ctx)
@@ -36,5 +36,5 @@ func (j *checkpointJob) saveSandbox(ctx context.Context, containers []lockedCont
 	if err != nil {
 		return fmt.Errorf("container %s: %w", part.ID, err)
 	}
-	return j.m.checkRunning(part.lockedContainer) // it may have ended before
+	return j.k.checkRunning(part.lockedContainer) // it may have ended before
 }

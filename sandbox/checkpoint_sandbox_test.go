@@ -13,7 +13,7 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
 	"berth/sandbox/handler"
@@ -93,7 +93,7 @@ func TestSaveSandboxFailures(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 				pod, ids := startSandbox(t, m, test.names...)
-				c, err := m.containers.Find(ids[0])
+				c, err := m.objects.containers.Find(ids[0])
 				testutil.Must(t, err)
 				test.change(f, c.Config)
 				out := t.TempDir()

@@ -1,12 +1,10 @@
 package sandbox
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -16,7 +14,8 @@ import (
 
 	"google.golang.org/grpc/codes"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process"
+	"berth/checkpoint/process/archive"
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
 	"berth/sandbox/state"
@@ -32,7 +31,7 @@ func startTwo(t *testing.T, m *Manager) (pod string, ids []string) {
 		id, err := m.CreateContainer(t.Context(), pod, config)
 		testutil.Must(t, err)
 		testutil.Must(t, m.StartContainer(t.Context(), id))
-		testutil.Must(t, os.MkdirAll(filepath.Join(m.dirs.Writable(id), "upper"), 0o700))
+		testutil.Must(t, os.MkdirAll(filepath.Join(m.node.Writable(id), "upper"), 0o700))
 		ids = append(ids, id)
 	}
 	return pod, ids
@@ -68,7 +67,7 @@ func TestCheckpointPodFreezesAllFirst(t *testing.T) {
 // nothingLeft checks that no checkpoint has left files.
 func nothingLeft(t *testing.T, m *Manager) {
 	t.Helper()
-	if left, err := os.ReadDir(m.dirs.Checkpoints()); err != nil && !os.IsNotExist(err) || len(left) > 0 {
+	if left, err := os.ReadDir(m.node.Checkpoints()); err != nil && !os.IsNotExist(err) || len(left) > 0 {
 		t.Errorf("left: %v, %v", left, err)
 	}
 }
@@ -76,12 +75,12 @@ func nothingLeft(t *testing.T, m *Manager) {
 // outputRecordPath returns the only record of a client's directory.
 func outputRecordPath(t *testing.T, m *Manager) string {
 	t.Helper()
-	records, err := os.ReadDir(m.dirs.Checkpoints())
+	records, err := os.ReadDir(m.node.Checkpoints())
 	testutil.Must(t, err)
 	if len(records) != 1 {
 		panic(fmt.Sprint("records: ", records)) // not the test's goroutine
 	}
-	return filepath.Join(m.dirs.Checkpoints(), records[0].Name())
+	return filepath.Join(m.node.Checkpoints(), records[0].Name())
 }
 
 // A checkpoint whose record cannot be removed fails, and leaves no file for the next daemon to
@@ -204,7 +203,7 @@ func TestCheckpointContainer(t *testing.T) {
 		nothingLeft(t, m)
 
 		// The removal of an earlier checkpoint can still be in progress.
-		left := filepath.Join(m.dirs.Checkpoints(), ids[0])
+		left := filepath.Join(m.node.Checkpoints(), ids[0])
 		testutil.Must(t, os.MkdirAll(filepath.Join(left, "checkpoint"), 0o700))
 		testutil.Must(t, m.CheckpointContainer(t.Context(), ids[0], place, 0))
 		if names, err := os.ReadDir(left); err != nil || len(names) != 1 {
@@ -226,87 +225,6 @@ func TestCheckpointContainer(t *testing.T) {
 			t.Errorf("files %v, %v", names, err)
 		}
 	})
-}
-
-// The memory is written once where the filesystem can make a tar of its file, and copied elsewhere.
-func TestWriteArchive(t *testing.T) {
-	for _, top := range []string{t.TempDir(), "/var/tmp", "/dev/shm"} {
-		t.Run(filepath.Base(top), func(t *testing.T) {
-			path, err := os.MkdirTemp(top, "archive-")
-			testutil.Must(t, err)
-			defer func() { testutil.Must(t, os.RemoveAll(path)) }()
-			pages := filepath.Join(path, "saved", "checkpoint", "pages-1.img")
-			testutil.Must(t, os.MkdirAll(filepath.Dir(pages), 0o700))
-			testutil.Must(t, os.WriteFile(pages, bytes.Repeat([]byte("page"), 1<<20), 0o644))
-			testutil.Must(t, os.WriteFile(filepath.Join(path, "saved", "manifest.json"), []byte("{}"), 0o600))
-			from, err := os.Open(filepath.Join(path, "saved"))
-			testutil.Must(t, err)
-			defer from.Close()
-			before, err := os.Stat(pages)
-			testutil.Must(t, err)
-			place := filepath.Join(path, "archive.tar")
-			testutil.Must(t, os.WriteFile(place, []byte("old"), 0o644))
-			testutil.Must(t, writeArchive(t.Context(), from, place))
-			after, err := os.Stat(place)
-			testutil.Must(t, err)
-			if after.Mode() != 0o600 || after.Size() <= before.Size() {
-				t.Errorf("%v, %d bytes", after.Mode(), after.Size())
-			}
-			t.Logf("the file of the memory became the archive: %v", os.SameFile(before, after))
-			out, err := exec.Command("tar", "-xOf", place, "checkpoint/pages-1.img").Output()
-			if err != nil || !bytes.Equal(out, bytes.Repeat([]byte("page"), 1<<20)) {
-				t.Errorf("the memory has %d bytes, %v", len(out), err)
-			}
-		})
-	}
-}
-
-// A copy of the whole memory ends with its context.
-func TestCopyFile(t *testing.T) {
-	dir := t.TempDir()
-	testutil.Must(t, os.WriteFile(filepath.Join(dir, "from"), []byte("content"), 0o600))
-	from, err := os.Open(filepath.Join(dir, "from"))
-	testutil.Must(t, err)
-	defer from.Close()
-	to, err := os.Create(filepath.Join(dir, "to"))
-	testutil.Must(t, err)
-	defer to.Close()
-	ended, cancel := context.WithCancel(t.Context())
-	cancel()
-	if err := copyFile(ended, to, from); !errors.Is(err, context.Canceled) {
-		t.Error(err)
-	}
-	testutil.Must(t, copyFile(t.Context(), to, from))
-	if data, err := os.ReadFile(to.Name()); string(data) != "content" || err != nil {
-		t.Errorf("%q, %v", data, err)
-	}
-}
-
-// Filesystems without O_TMPFILE get a hidden file first.
-func TestNamedArchiveReplaces(t *testing.T) {
-	dir, to := t.TempDir(), t.TempDir()
-	testutil.Must(t, os.WriteFile(filepath.Join(dir, "manifest.json"), []byte("{}"), 0o600))
-	from, err := os.Open(dir)
-	testutil.Must(t, err)
-	defer from.Close()
-	parent, err := os.Open(to)
-	testutil.Must(t, err)
-	defer parent.Close()
-	testutil.Must(t, os.WriteFile(filepath.Join(to, "a.tar"), []byte("old"), 0o644))
-	fill := func(to *os.File) error { return archive.Pack(t.Context(), from, to) }
-	testutil.Must(t, writeNamedFile(parent, "a.tar", fill))
-	names, err := os.ReadDir(to)
-	info, statErr := os.Stat(filepath.Join(to, "a.tar"))
-	if err := errors.Join(err, statErr); err != nil || len(names) != 1 || info.Mode() != 0o600 || info.Size() < 512 {
-		t.Errorf("%v, %v, %v", names, info, err)
-	}
-	testutil.Must(t, os.Mkdir(filepath.Join(to, "dir"), 0o700))
-	if err := writeNamedFile(parent, "dir", fill); err == nil {
-		t.Error("a directory was replaced")
-	}
-	if names, err := os.ReadDir(to); err != nil || len(names) != 2 {
-		t.Errorf("left %v, %v", names, err)
-	}
 }
 
 func TestCheckpointContainerRefusals(t *testing.T) {
@@ -343,15 +261,15 @@ func TestCheckpointContainerRefusals(t *testing.T) {
 func TestLeftCheckpointsAreRemoved(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		out := t.TempDir()
-		dir, err := openEmpty(out)
+		dir, err := process.OpenEmpty(out)
 		testutil.Must(t, err)
 		defer dir.Close()
 		_ = recordOutput(t, m, dir)
-		m.outputs = outputs{} // the next daemon reads the record
+		m.outputs = process.NewOutputs(m.node.Checkpoints()) // the next daemon reads the record
 		testutil.Must(t, os.MkdirAll(filepath.Join(out, "one/checkpoint"), 0o700))
-		left := filepath.Join(m.dirs.Checkpoints(), testID)
+		left := filepath.Join(m.node.Checkpoints(), testID)
 		testutil.Must(t, os.MkdirAll(filepath.Join(left, "checkpoint"), 0o700))
-		testutil.Must(t, m.recoverCheckpoints(t.Context()))
+		testutil.Must(t, m.checkpoints.undoLeft(t.Context()))
 		nothingLeft(t, m)
 		if names, err := os.ReadDir(out); err != nil || len(names) > 0 {
 			t.Errorf("the output has %v, %v", names, err)
@@ -364,10 +282,10 @@ func TestLeftCheckpointsAreRemoved(t *testing.T) {
 		testutil.Must(t, err)
 		testutil.Must(t, os.Mkdir(filepath.Join(out, "one"), 0o700))
 		testutil.Must(t, os.WriteFile(filepath.Join(out, archive.ManifestFile), []byte("{}"), 0o600))
-		testutil.Must(t, m.forgetOutput(complete))
+		testutil.Must(t, m.outputs.Forget(complete))
 		nothingLeft(t, m)
 		testutil.Must(t, os.WriteFile(record, saved, 0o600))
-		testutil.Must(t, m.recoverCheckpoints(t.Context()))
+		testutil.Must(t, m.checkpoints.undoLeft(t.Context()))
 		nothingLeft(t, m)
 		if names, err := os.ReadDir(out); err != nil || len(names) != 2 {
 			t.Errorf("the output has %v, %v", names, err)
@@ -377,28 +295,28 @@ func TestLeftCheckpointsAreRemoved(t *testing.T) {
 		_ = recordOutput(t, m, dir)
 		testutil.Must(t, os.Rename(out, out+".old"))
 		testutil.Must(t, os.MkdirAll(filepath.Join(out, "other"), 0o700))
-		testutil.Must(t, m.recoverCheckpoints(t.Context()))
+		testutil.Must(t, m.checkpoints.undoLeft(t.Context()))
 		nothingLeft(t, m)
 		if _, err := os.Stat(filepath.Join(out, "other")); err != nil {
 			t.Error(err)
 		}
 
 		// A record that an earlier failure left of the same directory is outdated.
-		m.outputs.leave(recordOutput(t, m, dir))
+		m.outputs.Leave(recordOutput(t, m, dir))
 		current := recordOutput(t, m, dir)
 
 		// Two checkpoints cannot fill one directory.
-		if _, err := m.recordOutput(dir); errdefs.Code(err) != codes.FailedPrecondition {
+		if _, err := m.outputs.Record(dir); errdefs.Code(err) != codes.FailedPrecondition {
 			t.Errorf("a second record of the directory: %v", err)
 		}
-		testutil.Must(t, m.forgetOutput(current))
+		testutil.Must(t, m.outputs.Forget(current))
 		nothingLeft(t, m)
 	})
 }
 
 func recordOutput(t *testing.T, m *Manager, dir *os.File) (name string) {
 	t.Helper()
-	name, err := m.recordOutput(dir)
+	name, err := m.outputs.Record(dir)
 	testutil.Must(t, err)
 	return name
 }
@@ -408,14 +326,14 @@ func recordOutput(t *testing.T, m *Manager, dir *os.File) (name string) {
 func TestCheckpointIsWrittenWithoutLocks(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		podID, ids := startTwo(t, m)
-		dir, err := openEmpty(t.TempDir())
+		dir, err := process.OpenEmpty(t.TempDir())
 		testutil.Must(t, err)
 		defer dir.Close()
-		p, err := m.pods.Find(podID)
+		p, err := m.objects.pods.Find(podID)
 		testutil.Must(t, err)
-		c, err := m.containers.Find(ids[0])
+		c, err := m.objects.containers.Find(ids[0])
 		testutil.Must(t, err)
-		job := &checkpointJob{m: m, pod: p, dir: dir}
+		job := &checkpointJob{k: m.checkpoints, pod: p, dir: dir}
 		defer job.close()
 		key, err := m.signing()
 		testutil.Must(t, err)
@@ -425,7 +343,7 @@ func TestCheckpointIsWrittenWithoutLocks(t *testing.T) {
 		testutil.Must(t, m.RemovePodSandbox(t.Context(), podID))
 		testutil.Must(t, archive.Seal(t.Context(), dir, manifest, key, job.early, false))
 		place := filepath.Join(t.TempDir(), "archive.tar")
-		testutil.Must(t, writeArchive(t.Context(), dir, place))
+		testutil.Must(t, process.WriteArchive(t.Context(), dir, place))
 	})
 }
 
@@ -441,7 +359,7 @@ func TestStopCancelsCheckpoints(t *testing.T) {
 		synctest.Wait()
 		go func() { results <- m.CheckpointContainer(t.Context(), ids[0], dir+"/waits.tar", 0) }()
 		synctest.Wait()
-		c, err := m.containers.Find(ids[0])
+		c, err := m.objects.containers.Find(ids[0])
 		testutil.Must(t, err)
 		end := c.dumping.Stop()
 		go func() { results <- m.CheckpointContainer(t.Context(), ids[0], dir+"/late.tar", 0) }()
@@ -468,7 +386,7 @@ func TestCheckpointsWaitForRecovery(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		pod, ids := startTwo(t, m)
 		f.failing("end left dumps", 1)
-		testutil.Must(t, m.recoverCheckpoints(t.Context()))
+		testutil.Must(t, m.checkpoints.undoLeft(t.Context()))
 		out := t.TempDir()
 		if err := m.CheckpointPod(t.Context(), pod, out, ids, nil); errdefs.Code(err) != codes.Unavailable {
 			t.Errorf("before the recovery: %v", err)

@@ -10,9 +10,9 @@ import (
 
 // podCreation returns the creation time of a pod's new attempt. It is later than all earlier
 // attempts.
-func (m *Manager) podCreation(metadata *runtimeapi.PodSandboxMetadata) time.Time {
+func (o objects) podCreation(metadata *runtimeapi.PodSandboxMetadata) time.Time {
 	var before []time.Time
-	for _, p := range m.pods.Snapshot() {
+	for _, p := range o.pods.Snapshot() {
 		md := p.Config.GetMetadata()
 		if md.GetUid() == metadata.GetUid() && md.GetName() == metadata.GetName() &&
 			md.GetNamespace() == metadata.GetNamespace() {
@@ -24,9 +24,9 @@ func (m *Manager) podCreation(metadata *runtimeapi.PodSandboxMetadata) time.Time
 
 // containerCreation returns the creation time of a pod's new container. It is later than all other
 // containers of the pod.
-func (m *Manager) containerCreation(podID string) time.Time {
+func (o objects) containerCreation(podID string) time.Time {
 	var before []time.Time
-	for _, c := range m.containersOf(podID) {
+	for _, c := range o.containersOf(podID) {
 		before = append(before, c.CreatedAt)
 	}
 	return state.CreationAfter(time.Now(), before)

@@ -11,7 +11,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
 	"berth/image"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
@@ -51,7 +51,7 @@ func (m *Manager) CreateContainer(
 	checking.End()
 	id, err := m.containerIDs.Create(ctx, identity, sum, maker{
 		Spawn:  m.tasks.Operations.Spawn,
-		Make:   func() (string, error) { return m.newContainer(ctx, p, containerPlan{config: config}, identity) },
+		Make:   func() (string, error) { return m.createContainer(ctx, p, containerPlan{config: config}, identity) },
 		Remove: m.replaceContainer,
 	})
 	if err != nil {
@@ -75,9 +75,9 @@ type containerPlan struct {
 	archive *archive.Archive // that checkpoint
 }
 
-// newContainer creates a container. It runs in a separate goroutine and continues when the caller
-// leaves.
-func (m *Manager) newContainer(caller context.Context, p *pod, plan containerPlan, identity string) (string, error) {
+// createContainer creates a container. It runs in a separate goroutine and continues when the
+// caller leaves.
+func (m *Manager) createContainer(caller context.Context, p *pod, plan containerPlan, identity string) (string, error) {
 	defer m.tasks.BeginUpTo(task.Limit, "create", identity)()
 	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)
 	defer release()
@@ -90,7 +90,7 @@ func (m *Manager) newContainer(caller context.Context, p *pod, plan containerPla
 		return "", err
 	}
 	err = m.tasks.Guard("create", identity, func() error {
-		return m.lockContainer(ctx, c, "create", func(c lockedContainer) error {
+		return m.control.lockContainer(ctx, c, "create", func(c lockedContainer) error {
 			return m.makeContainer(ctx, p, c, plan.archive)
 		})
 	})
@@ -122,7 +122,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, plan containerPlan)
 		ID:        state.NewID(),
 		PodID:     p.ID,
 		BootID:    m.bootID,
-		CreatedAt: m.containerCreation(p.ID),
+		CreatedAt: m.objects.containerCreation(p.ID),
 		Config:    config,
 		Restore:   plan.restore,
 		Image: state.Image{
@@ -136,14 +136,14 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, plan containerPlan)
 		return nil, err
 	}
 	parent := p.Config.GetLinux().GetCgroupParent()
-	if spec.CgroupsPath, err = oci.CgroupsPath(parent, spec.ID, m.cfg.SystemdCgroup); err != nil {
+	if spec.CgroupsPath, err = m.node.CgroupsPath(parent, spec.ID); err != nil {
 		return nil, err
 	}
 	if dir := p.Config.GetLogDirectory(); dir != "" && config.GetLogPath() != "" {
 		spec.LogPath = filepath.Join(dir, config.GetLogPath())
 	}
 	options := config.GetLinux().GetSecurityContext().GetSelinuxOptions()
-	if spec.Labels, err = m.labels.Draw(m.selinux, options, p.Labels, m.host, spec.ID); err != nil {
+	if spec.Labels, err = m.labels.Draw(m.selinux, options, p.Labels, m.node.Host, spec.ID); err != nil {
 		return nil, err
 	}
 	undo.Add("release SELinux labels", func() error { m.labels.Release(m.selinux, spec.Labels, spec.ID); return nil })
@@ -155,7 +155,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, plan containerPlan)
 	c := newContainer(spec, state.NewContainerStatus(state.ContainerCreating))
 	status := c.status.Unshared()
 	status.RunID, status.Resources = m.run.ID, config.GetLinux().GetResources()
-	if err := m.lockPod(ctx, p, "create a container in", func(lockedPod) error {
+	if err := m.control.lockPod(ctx, p, "create a container in", func(lockedPod) error {
 		return m.enterContainer(ctx, p, c.unshared())
 	}); err != nil {
 		return nil, err
@@ -207,14 +207,8 @@ func (m *Manager) enterContainer(ctx context.Context, p *pod, c lockedContainer)
 	if err := m.writeContainer(ctx, c); err != nil {
 		return err
 	}
-	m.containers.Put(c.ID, c.container)
+	m.objects.containers.Put(c.ID, c.container)
 	return nil
-}
-
-// writeContainer records a container that is being created or started.
-func (m *Manager) writeContainer(ctx context.Context, c lockedContainer) error {
-	defer trace.Begin(ctx, "record").End()
-	return m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus)
 }
 
 // makeContainer creates the writable layer and the anonymous volumes, lets plugins adjust the
@@ -240,19 +234,18 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer, 
 	if c.Anonymous, err = m.launcher.MakeVolumes(inspectCtx, snapshot, root); err != nil {
 		return orStopped(inspectCtx, p, err)
 	}
-	m.appArmor.Ensure(ctx)
 	fill := func(spec *specs.Spec) error { return nil }
 	if from != nil {
-		fill = func(spec *specs.Spec) error { return m.fillContainer(inspectCtx, c, from, root, spec) }
+		fill = func(spec *specs.Spec) error { return m.restorer.fillContainer(inspectCtx, c, from, root, spec) }
 	}
 	others, err := m.describeContainer(ctx, inspectCtx, p, c, fill)
 	if err != nil {
 		return orStopped(inspectCtx, p, err)
 	}
-	if err := m.plugins.UpdateOthers(ctx, others); err != nil {
+	if err := m.plugins.caller.UpdateOthers(ctx, others); err != nil {
 		return err
 	}
-	m.notifyContainer(ctx, nri.ContainerCreated, c)
+	m.plugins.NotifyContainer(ctx, nri.ContainerCreated, c)
 	return nil
 }
 
@@ -270,21 +263,25 @@ func orStopped(ctx context.Context, p *pod, err error) error {
 func (m *Manager) describeContainer(
 	ctx, inspectCtx context.Context, p *pod, c lockedContainer, fill func(*specs.Spec) error,
 ) (others []nri.Update, err error) {
-	target := m.targetPIDNS(c.container)
+	target := m.objects.targetPIDNS(c.container)
 	// Plugins do not see a container that cannot be launched.
 	spec, err := m.launcher.Validate(inspectCtx, p.Info(), c.snapshot(), target)
 	if err != nil {
 		return nil, err
 	}
-	release, others, err := m.presentContainer(ctx, p, c, spec)
+	c.planned = spec
+	release, others, err := m.plugins.PresentContainer(ctx, p, c, spec)
 	defer release()
 	if err != nil {
 		return nil, err
 	}
-	if c.Presented {
+	if c.planned == nil { // plugins have changed the container
 		if spec, err = m.launcher.Spec(inspectCtx, p.Info(), c.snapshot(), target); err != nil {
 			return nil, err
 		}
+	}
+	if c.planned = spec; c.joinsTarget() {
+		c.planned = nil
 	}
 	if err := fill(spec); err != nil {
 		return nil, err
@@ -296,47 +293,22 @@ func (m *Manager) describeContainer(
 	if err := m.writeContainer(ctx, c); err != nil {
 		return nil, err
 	}
-	m.publishContainer(c)
+	m.control.publishContainer(c)
 	return others, nil
-}
-
-// targetPIDNS returns a function that finds the PID namespace of an ephemeral container's target.
-// It is called late and needs no lock, because the target may exit at any time.
-func (m *Manager) targetPIDNS(c *container) func() (string, error) {
-	return func() (string, error) { return m.findTargetPIDNS(c) }
-}
-
-func (m *Manager) findTargetPIDNS(c *container) (string, error) {
-	options := c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions()
-	if options.GetPid() != runtimeapi.NamespaceMode_TARGET {
-		return "", nil
-	}
-	target, err := m.containers.Find(options.GetTargetId())
-	if err != nil {
-		return "", fmt.Errorf("target of the PID namespace: %w", err)
-	}
-	if target.PodID != c.PodID {
-		return "", errdefs.InvalidArgument("target container %s of the PID namespace is in another pod", target.ID)
-	}
-	run := target.running.Load()
-	if run == nil || run.HasEnded() {
-		return "", errdefs.FailedPrecondition("target container %s of the PID namespace is not running", target.ID)
-	}
-	return fmt.Sprintf("/proc/%d/ns/pid", run.PID), nil
 }
 
 // RuntimeSpec returns the runtime-spec of a container, built from its record as for a launch.
 // Errors: NotFound, and the errors of runtime.Launcher.Describe.
 func (m *Manager) RuntimeSpec(ctx context.Context, id string) (*specs.Spec, error) {
-	c, err := m.containers.Find(id)
+	c, err := m.objects.containers.Find(id)
 	if err != nil {
 		return nil, err
 	}
-	p, err := m.pods.Find(c.PodID)
+	p, err := m.objects.pods.Find(c.PodID)
 	if err != nil {
 		return nil, err
 	}
-	return m.launcher.Describe(ctx, p.Info(), c.Info(), m.targetPIDNS(c), &c.describing)
+	return m.launcher.Describe(ctx, p.Info(), c.Info(), m.objects.targetPIDNS(c), &c.describing)
 }
 
 // abandonContainer undoes a failed creation. Failed steps are retried in the background.
@@ -353,7 +325,7 @@ func (m *Manager) abandonContainer(c *container) {
 // RemoveContainer kills the container if it runs, and removes all its resources. It waits for a
 // concurrent removal. An unknown container is no error.
 func (m *Manager) RemoveContainer(ctx context.Context, id string) error {
-	c, err := m.containers.Find(id)
+	c, err := m.objects.containers.Find(id)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
@@ -366,11 +338,11 @@ func (m *Manager) RemoveContainer(ctx context.Context, id string) error {
 
 func (m *Manager) removeContainer(ctx context.Context, c *container) error {
 	for {
-		if err := m.killContainer(ctx, c); err != nil {
+		if err := m.control.killContainer(ctx, c); err != nil {
 			return err
 		}
 		started := false // while this call waited for the lock
-		err := m.lockContainer(ctx, c, "remove", func(c lockedContainer) error {
+		err := m.control.lockContainer(ctx, c, "remove", func(c lockedContainer) error {
 			if started = c.running.Load() != nil; started {
 				return nil
 			}
@@ -385,12 +357,12 @@ func (m *Manager) removeContainer(ctx context.Context, c *container) error {
 // replaceContainer removes a container that was not started, or continues its removal. For any
 // other container it returns errInUse.
 func (m *Manager) replaceContainer(ctx context.Context, id string) error {
-	c, known := m.containers.Get(id)
+	c, known := m.objects.containers.Get(id)
 	if !known {
 		return nil
 	}
 	return m.tasks.Detach(ctx, task.Limit, "replace", c.String(), func(ctx context.Context) error {
-		return m.lockContainer(ctx, c, "replace", func(c lockedContainer) error {
+		return m.control.lockContainer(ctx, c, "replace", func(c lockedContainer) error {
 			switch c.Phase() {
 			case state.ContainerCreating, state.ContainerCreated, state.Removing, state.Removed:
 			default:
@@ -424,11 +396,11 @@ func (m *Manager) eraseContainer(ctx context.Context, c lockedContainer) error {
 	}
 	m.labels.Release(m.selinux, c.Labels, c.ID)
 	m.quotas.Release(c.Project)
-	m.containers.Remove(c.ID)
-	m.events.ContainerDeleted(c.info.Load())
+	m.objects.containers.Remove(c.ID)
+	m.control.events.ContainerDeleted(c.info.Load())
 	m.containerIDs.Forget(c.Identity(), c.ID)
 	if c.Presented || c.Visible() {
-		m.notifyContainer(ctx, nri.ContainerRemoved, c)
+		m.plugins.NotifyContainer(ctx, nri.ContainerRemoved, c)
 	}
 	return nil
 }
@@ -444,7 +416,7 @@ func (m *Manager) removeParts(ctx context.Context, c *container) error {
 	if err := m.volumes.ReleaseVolumes(c.ID, c.Volumes); err != nil {
 		return err
 	}
-	if err := m.trash.Discard(m.dirs.Writable(c.ID)); err != nil {
+	if err := m.trash.Discard(m.node.Writable(c.ID)); err != nil {
 		return err
 	}
 	if err := m.quotas.Clear(c.Project); err != nil {

@@ -27,12 +27,12 @@ import (
 // Errors: NotFound. FailedPrecondition for a container that has exited or whose pod is not ready.
 // Otherwise the error of the launch.
 func (m *Manager) StartContainer(ctx context.Context, id string) error {
-	c, err := m.containers.Find(id)
+	c, err := m.objects.containers.Find(id)
 	if err != nil {
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "start", c.String(), func(ctx context.Context) error {
-		return m.lockContainer(ctx, c, "start", func(c lockedContainer) error { return m.startContainer(ctx, c) })
+		return m.control.lockContainer(ctx, c, "start", func(c lockedContainer) error { return m.startContainer(ctx, c) })
 	})
 }
 
@@ -44,7 +44,7 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	if err := startable(c); err != nil {
 		return err
 	}
-	m.recordStart(c.container, trace.Of(ctx))
+	m.starts.addContainer(c.container, trace.Of(ctx))
 	launchCtx, launched := c.launching.Begin(ctx)
 	defer launched()
 	p, err := m.podForStart(c) // a stop of the pod before Begin could not cancel it
@@ -63,10 +63,10 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	}
 	var started *proto.Started
 	if c.Restore != nil && !filled {
-		err = m.refillContainer(launchCtx, p, c)
+		err = m.restorer.refillContainer(launchCtx, p, c)
 	}
 	if err == nil {
-		err = m.requestStart(ctx, c)
+		err = m.plugins.RequestStart(ctx, c)
 	}
 	if err == nil {
 		started, err = m.launchContainer(launchCtx, p, c)
@@ -83,11 +83,11 @@ func (m *Manager) startContainer(ctx context.Context, c lockedContainer) error {
 	if err := m.containerStarted(ctx, c, started); err != nil {
 		return err
 	}
-	m.notifyContainer(ctx, nri.ContainerStarted, c)
+	m.plugins.NotifyContainer(ctx, nri.ContainerStarted, c)
 	m.killIfUnusable(c)                            // a kill because of a layer may have missed this container
 	if _, err := m.readyPod(c.PodID); err != nil { // a stop of the pod may have missed this container
 		m.tasks.RetryInBackground("kill", c.String(), func(ctx context.Context) error {
-			return m.killContainer(ctx, c.container)
+			return m.control.killContainer(ctx, c.container)
 		})
 		return err
 	}
@@ -101,15 +101,15 @@ func (m *Manager) podForStart(c lockedContainer) (*pod, error) {
 		err = m.filesUsable(c)
 	}
 	if err == nil && c.Restore != nil {
-		err = m.restorePermitted(!p.Sandboxed())
+		err = m.restorer.restorePermitted(!p.Sandboxed())
 	}
 	return p, err
 }
 
 // filesUsable returns an error if the container's files may be wrong.
 func (m *Manager) filesUsable(c lockedContainer) error {
-	if c.Distrust != "" {
-		return errdefs.FailedPrecondition("container %s: %s", c.ID, c.Distrust)
+	if c.WrongFiles != "" {
+		return errdefs.FailedPrecondition("container %s: %s", c.ID, c.WrongFiles)
 	}
 	return m.layersUsable(c.ContainerSpec)
 }
@@ -127,11 +127,19 @@ func startable(c lockedContainer) error {
 	return errdefs.FailedPrecondition("container %s has exited", c.ID)
 }
 
+// writeContainer records a container that is being created or started.
+func (m *Manager) writeContainer(ctx context.Context, c lockedContainer) error {
+	defer trace.Begin(ctx, "record").End()
+	return m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus)
+}
+
 // launchContainer launches a container from a snapshot, because the launch may outlast the caller's
 // lock. Nobody saves the sandbox of its pod meanwhile.
 func (m *Manager) launchContainer(ctx context.Context, p *pod, c lockedContainer) (started *proto.Started, err error) {
+	planned := c.planned
+	c.planned = nil // a repeated start reads the record
 	launch := func() (err error) {
-		started, err = m.launcher.Start(ctx, p.Info(), c.snapshot(), m.targetPIDNS(c.container))
+		started, err = m.launcher.Start(ctx, p.Info(), c.snapshot(), planned, m.objects.targetPIDNS(c.container))
 		return err
 	}
 	if p.Sandboxed() {
@@ -142,10 +150,34 @@ func (m *Manager) launchContainer(ctx context.Context, p *pod, c lockedContainer
 	return started, err
 }
 
+// targetPIDNS returns a function that finds the PID namespace of an ephemeral container's target.
+// It is called late and needs no lock, because the target may exit at any time.
+func (o objects) targetPIDNS(c *container) func() (string, error) {
+	return func() (string, error) { return o.findTargetPIDNS(c) }
+}
+
+func (o objects) findTargetPIDNS(c *container) (string, error) {
+	if !c.joinsTarget() {
+		return "", nil
+	}
+	target, err := o.containers.Find(c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetTargetId())
+	if err != nil {
+		return "", fmt.Errorf("target of the PID namespace: %w", err)
+	}
+	if target.PodID != c.PodID {
+		return "", errdefs.InvalidArgument("target container %s of the PID namespace is in another pod", target.ID)
+	}
+	run := target.running.Load()
+	if run == nil || run.HasEnded() {
+		return "", errdefs.FailedPrecondition("target container %s of the PID namespace is not running", target.ID)
+	}
+	return fmt.Sprintf("/proc/%d/ns/pid", run.PID), nil
+}
+
 // readyPod returns the pod if it is ready and its pause runs. Containers join namespaces by the
 // pause's process ID.
 func (m *Manager) readyPod(id string) (*pod, error) {
-	p, err := m.pods.Find(id)
+	p, err := m.objects.pods.Find(id)
 	if err != nil {
 		return nil, err
 	}
@@ -181,6 +213,25 @@ func (m *Manager) startInterrupted(ctx context.Context, c lockedContainer, cause
 	return errdefs.Unavailable("start container %s: berth is stopping: %w", c.ID, cause)
 }
 
+// revertStart moves a container back to created if its start was interrupted, so that the client
+// can retry. The launcher has undone its steps, or was lost. If the command ran before the launcher
+// noticed the shutdown, it runs a second time. kubelet would also run it again, in a new container.
+func (m *Manager) revertStart(ctx context.Context, c lockedContainer) error {
+	if err := m.processes.Remove(ctx, c.ID, c.CgroupsPath); err != nil {
+		return err
+	}
+	if err := c.Move(state.ContainerCreated); err != nil {
+		return err
+	}
+	c.StartedAt = time.Time{}
+	if err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
+		m.log.Warn("record that a start was reverted; the next daemon will revert it again", "container", c.ID,
+			"error", err)
+	}
+	m.control.publishContainer(c)
+	return nil
+}
+
 // startFailed publishes a container that never ran, and returns the cause.
 func (m *Manager) startFailed(c lockedContainer, cause error) error {
 	m.exited(c, state.Exit{
@@ -196,16 +247,16 @@ func (m *Manager) startFailed(c lockedContainer, cause error) error {
 // Starting, and the shim directory has the current state.
 func (m *Manager) containerStarted(ctx context.Context, c lockedContainer, s *proto.Started) error {
 	defer trace.Begin(ctx, "publish").End()
-	run := &running{runtime.Launched(s), m.containerMeter(c.container)}
+	run := &running{runtime.Launched(s), m.meters.openContainer(c.container)}
 	if err := m.publishRunning(c, run); err != nil {
 		return errors.Join(err, run.Close(), run.meter.Close())
 	}
-	m.oomKills.begin(c.ID, 0)
+	m.meters.oomKills.begin(c.ID, 0)
 	m.cfg.Observer.ContainerStarted(c.Config.GetMetadata().GetAttempt())
-	m.logContainer("container started", c.container, slog.Int("pid", run.PID))
-	m.dropCheckpoint(c.container)
+	m.events.Container("container started", c.container, slog.Int("pid", run.PID))
+	m.restorer.dropCheckpoint(c.container)
 	m.watchContainer(c.container, run)
-	m.sampler.Wake()
+	m.meters.sampler.Wake()
 	return nil
 }
 
@@ -216,7 +267,7 @@ func (m *Manager) publishRunning(c lockedContainer, run *running) error {
 		}
 	}
 	c.running.Store(run)
-	m.publishContainer(c)
+	m.control.publishContainer(c)
 	return nil
 }
 
@@ -226,7 +277,7 @@ func (m *Manager) watchContainer(c *container, run *running) {
 		if !m.processes.AwaitShim(run.Running, "shim of container "+c.ID) {
 			return // daemon shutdown; the container keeps running
 		}
-		if exit, settled := m.stopper.Settle(m.stopTarget(c), run.StartedAt); settled {
+		if exit, settled := m.stopper.Settle(m.control.stopTarget(c), run.StartedAt); settled {
 			m.noteExit(c, exit)
 		}
 		m.processes.AwaitEnd(run.Shim, "shim of container "+c.ID) // a shim that was killed while frozen exits later
@@ -253,7 +304,7 @@ func (m *Manager) closeRunning(c *container, run *running) {
 // noteExit fails only during shutdown. The next daemon finds the exit record, or notices that the
 // shim was lost.
 func (m *Manager) noteExit(c *container, exit state.Exit) {
-	_ = m.lockContainer(m.tasks.Watchers.Context(), c, "note the exit of", func(c lockedContainer) error {
+	_ = m.control.lockContainer(m.tasks.Watchers.Context(), c, "note the exit of", func(c lockedContainer) error {
 		m.exited(c, exit)
 		return nil
 	})
@@ -270,31 +321,31 @@ func (m *Manager) exited(c lockedContainer, exit state.Exit) {
 		m.log.Error("publish the exit of a container", "container", c.ID, "error", err)
 		return
 	}
-	if c.Distrust != "" {
-		exit.Reason, exit.Message = state.ReasonWrongFiles, c.Distrust
+	if c.WrongFiles != "" {
+		exit.Reason, exit.Message = state.ReasonWrongFiles, c.WrongFiles
 	}
 	c.Exit = &exit
 	err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus)
 	notified := make(chan struct{})
 	c.stopNotified.Store(&notified)
-	m.publishContainer(c)
+	m.control.publishContainer(c)
 	m.cfg.Observer.ContainerExited(exit.Reason)
-	m.logExit(c.container, exit)
-	m.dropCheckpoint(c.container)
+	m.events.Exit(c.container, exit)
+	m.restorer.dropCheckpoint(c.container)
 	if run := c.running.Swap(nil); run != nil {
 		close(run.Exited) // first: the wait for a kill is short, and plugins may be slow
-		m.keepUsage(c.container, run)
-		m.sampler.Wake()
+		m.meters.keepUsage(c.container, run)
+		m.meters.sampler.Wake()
 	}
-	m.countExit(c.container, exit)
-	m.notifyContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
+	m.meters.countExit(c.container, exit)
+	m.plugins.NotifyContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
 	if err == nil {
 		m.cleanExited(c)
 		return
 	}
 	m.log.Error("record the exit of a container", "container", c.ID, "error", err)
 	m.tasks.RetryInBackground("record the exit of", c.String(), func(ctx context.Context) error {
-		return m.lockContainer(ctx, c.container, "record the exit of", func(c lockedContainer) error {
+		return m.control.lockContainer(ctx, c.container, "record the exit of", func(c lockedContainer) error {
 			if c.Phase() != state.ContainerExited {
 				return nil
 			}
@@ -319,7 +370,7 @@ func (m *Manager) cleanExited(c lockedContainer) {
 	const what = "remove runtime state of exited"
 	m.log.Warn(what+" container", "container", c.ID, "error", err)
 	m.tasks.RetryInBackground(what, c.String(), func(ctx context.Context) error {
-		return m.lockContainer(ctx, c.container, what, func(c lockedContainer) error {
+		return m.control.lockContainer(ctx, c.container, what, func(c lockedContainer) error {
 			if c.Phase() != state.ContainerExited {
 				return nil
 			}
@@ -332,19 +383,21 @@ func (m *Manager) cleanExited(c lockedContainer) {
 // their value.
 func (m *Manager) UpdateContainerResources(ctx context.Context, id string,
 	res *runtimeapi.LinuxContainerResources) error {
-	c, err := m.containers.Find(id)
+	c, err := m.objects.containers.Find(id)
 	if err != nil {
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "update", c.String(), func(ctx context.Context) error {
-		return m.lockContainer(ctx, c, "update", func(c lockedContainer) error { return m.updateResources(ctx, c, res) })
+		return m.control.lockContainer(ctx, c, "update", func(c lockedContainer) error {
+			return m.updateResources(ctx, c, res)
+		})
 	})
 }
 
 // ReopenContainerLog makes the shim of a running container open its log file again, after kubelet
 // has renamed the file. If it fails, no new file exists.
 func (m *Manager) ReopenContainerLog(ctx context.Context, id string) error {
-	c, err := m.containers.Find(id)
+	c, err := m.objects.containers.Find(id)
 	if err != nil {
 		return err
 	}
@@ -352,7 +405,7 @@ func (m *Manager) ReopenContainerLog(ctx context.Context, id string) error {
 		return errdefs.FailedPrecondition("container %s is not running", c.ID)
 	}
 	defer m.tasks.Begin("reopening of its log", c.String())()
-	if err := shim.OpenMonitor(m.dirs.Shim(c.ID)).ReopenLog(ctx); err != nil {
+	if err := shim.OpenMonitor(m.node.Shim(c.ID)).ReopenLog(ctx); err != nil {
 		return fmt.Errorf("reopen log of container %s: %w", c.ID, err)
 	}
 	return nil

@@ -11,7 +11,6 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/internal/host"
 	"berth/internal/nri"
 	"berth/internal/task"
 	"berth/oci"
@@ -22,9 +21,8 @@ import (
 // control locks and publishes pods and containers, stops containers and changes their limits. Both
 // clients (through Manager) and plugins (through pluginRuntime) use it. It does not call plugins.
 type control struct {
-	objects
-	host    host.Facts
-	systemd bool // cgroup driver: systemd, else cgroupfs
+	objects objects
+	node    state.Node
 	tasks   *task.Runner
 	events  *state.Events
 	records Records
@@ -61,7 +59,7 @@ func (k *control) publishContainer(c lockedContainer) {
 // is no error. A starting container is stopped after its start. If the start takes longer than
 // timeout, StopContainer cancels the launch.
 func (k *control) StopContainer(ctx context.Context, id string, timeout time.Duration) error {
-	c, err := k.containers.Find(id)
+	c, err := k.objects.containers.Find(id)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
@@ -110,7 +108,7 @@ func (k *control) stopTarget(c *container) runtime.StopTarget {
 	return runtime.StopTarget{
 		ID:          c.ID,
 		CgroupsPath: c.CgroupsPath,
-		Runtime:     k.runtimeOf(c),
+		Runtime:     k.objects.runtimeOf(c),
 		Running: func() *runtime.Running {
 			if run := c.running.Load(); run != nil {
 				return run.Running
@@ -178,20 +176,20 @@ func (k *control) changeResources(c lockedContainer, change nri.Update) (err err
 // setResources checks and stores limits without recording them.
 func (k *control) setResources(c lockedContainer, resources *runtimeapi.LinuxContainerResources,
 	added *nri.Limits) error {
-	if _, err := kernelLimits(resources, added, k.host); err != nil {
+	if _, err := kernelLimits(resources, added, k.node.Host); err != nil {
 		return err
 	}
-	c.Limits, c.Resources = added, resources
+	c.Limits, c.Resources, c.planned = added, resources, nil
 	return nil
 }
 
 // applyLimits sets all the container's limits, or none. restore sets the previous limits.
 func (k *control) applyLimits(c lockedContainer) (restore func() error, err error) {
-	wanted, err := kernelLimits(c.Resources, c.Limits, k.host)
+	wanted, err := kernelLimits(c.Resources, c.Limits, k.node.Host)
 	if err != nil {
 		return nil, err
 	}
-	restore, err = setLimits(c.CgroupsPath, k.systemd, wanted)
+	restore, err = setLimits(k.node, c.CgroupsPath, wanted)
 	if err != nil {
 		return nil, fmt.Errorf("update container %s: %w", c.ID, err)
 	}

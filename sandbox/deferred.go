@@ -75,6 +75,6 @@ func (w *deferredWork) Start() {
 // deferWithPod adds work that takes a pod down and needs its lock.
 func (m *Manager) deferWithPod(what string, p *pod, do func(context.Context, lockedPod) error) {
 	m.unfinished.LaterInQueue(what, p.String(), func(ctx context.Context) error {
-		return m.lockPod(ctx, p, what, func(p lockedPod) error { return do(ctx, p) })
+		return m.control.lockPod(ctx, p, what, func(p lockedPod) error { return do(ctx, p) })
 	})
 }

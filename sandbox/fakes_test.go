@@ -23,8 +23,8 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint"
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
+	"berth/checkpoint/record"
 	"berth/cni"
 	"berth/image"
 	"berth/internal/criu"
@@ -39,7 +39,6 @@ import (
 	"berth/sandbox/lsm"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
-	"berth/sandbox/stats"
 	"berth/shim"
 	"berth/shim/proto"
 )
@@ -53,6 +52,7 @@ type fakeHost struct {
 
 	calls      []string
 	fail       map[string]int             // remaining failures of each call
+	planned    *specs.Spec                // that the last launch got; nil: it built one
 	holdDumps  bool                       // Prepare waits until it is cancelled
 	pods       map[string]state.Phase     // by ID, as recorded
 	containers map[string]state.Phase     // by ID, as recorded
@@ -146,9 +146,9 @@ func (f *fakeHost) process() *os.File {
 
 // Launcher
 
-func (f *fakeHost) PlanPause(context.Context, *state.Pod) (proto.PauseKind, error) {
+func (f *fakeHost) PlanPause(context.Context, *state.Pod) (proto.PauseKind, *specs.Spec, error) {
 	f.noteKind("plan", f.kind)
-	return f.kind, f.call("plan pause")
+	return f.kind, nil, f.call("plan pause")
 }
 
 // noteKind logs the kind of pause that a step got.
@@ -158,7 +158,7 @@ func (f *fakeHost) noteKind(step string, kind proto.PauseKind) {
 	f.kinds = append(f.kinds, fmt.Sprintf("%s %s", step, kind))
 }
 
-func (f *fakeHost) Pause(_ context.Context, pod *state.Pod) (*proto.Started, error) {
+func (f *fakeHost) Pause(_ context.Context, pod *state.Pod, _ *specs.Spec) (*proto.Started, error) {
 	f.noteKind("launch", pod.Pause)
 	if err := f.call("launch pause"); err != nil {
 		return nil, err
@@ -179,14 +179,17 @@ func (f *fakeHost) MakeVolumes(context.Context, *state.Container, rootfs.Spec) (
 }
 
 func (f *fakeHost) Validate(context.Context, *state.Pod, *state.Container, func() (string, error)) (*specs.Spec, error) {
-	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{}}, f.call("validate")
+	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{Resources: &specs.LinuxResources{}}}, f.call("validate")
 }
 
 func (f *fakeHost) Spec(context.Context, *state.Pod, *state.Container, func() (string, error)) (*specs.Spec, error) {
-	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{}}, f.call("spec")
+	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{Resources: &specs.LinuxResources{}}}, f.call("spec")
 }
 
-func (f *fakeHost) Start(_ context.Context, _ *state.Pod, c *state.Container, _ func() (string, error)) (*proto.Started, error) {
+func (f *fakeHost) Start(
+	_ context.Context, _ *state.Pod, c *state.Container, planned *specs.Spec, _ func() (string, error),
+) (*proto.Started, error) {
+	f.planned = planned
 	if err := f.call("launch"); err != nil {
 		return nil, err
 	}
@@ -365,7 +368,7 @@ type fakeNetwork struct{ *fakeHost }
 
 func (f fakeNetwork) Status(context.Context) error                      { return f.call("network status") }
 func (f fakeNetwork) SetPodCIDR(context.Context, string) error          { return f.call("set pod CIDR") }
-func (f fakeNetwork) Load() ([]checkpoint.Damaged, error)               { return nil, f.call("load pod CIDR") }
+func (f fakeNetwork) Load() ([]record.Damaged, error)                   { return nil, f.call("load pod CIDR") }
 func (f fakeNetwork) Forget(string) error                               { return f.call("forget network") }
 func (f fakeNetwork) Collect(context.Context, iter.Seq[*state.PodSpec]) {}
 func (f fakeNetwork) Leave()                                            {}
@@ -456,7 +459,7 @@ func (f fakeRecords) load() *fakeLoad {
 	return found
 }
 
-func (f fakeRecords) LoadPods(add func(*state.PodSpec, state.PodStatus)) ([]checkpoint.Damaged, error) {
+func (f fakeRecords) LoadPods(add func(*state.PodSpec, state.PodStatus)) ([]record.Damaged, error) {
 	if err := f.call("load pods"); err != nil {
 		return nil, err
 	}
@@ -467,7 +470,7 @@ func (f fakeRecords) LoadPods(add func(*state.PodSpec, state.PodStatus)) ([]chec
 	return nil, nil
 }
 
-func (f fakeRecords) LoadContainers(add func(*state.ContainerSpec, state.ContainerStatus)) ([]checkpoint.Damaged, error) {
+func (f fakeRecords) LoadContainers(add func(*state.ContainerSpec, state.ContainerStatus)) ([]record.Damaged, error) {
 	if err := f.call("load containers"); err != nil {
 		return nil, err
 	}
@@ -581,20 +584,32 @@ func withFakes(t *testing.T, test func(t *testing.T, m *Manager, f *fakeHost)) {
 	synctest.Test(t, func(t *testing.T) {
 		log := slog.New(slog.DiscardHandler)
 		tasks := task.NewRunner(log, nil)
-		config := Config{Root: t.TempDir(), Handler: "berth", TrustRestores: true, Log: log, SystemdCgroup: true}
-		m := newWith(config, tasks)
+		config := Config{Root: t.TempDir(), Handler: "berth", TrustRestores: true, Log: log}
 		f := &fakeHost{t: t, fail: map[string]int{}, pods: map[string]state.Phase{}, containers: map[string]state.Phase{},
 			running: map[string]proto.Processes{}, ended: map[string]chan struct{}{}, tasks: tasks}
-		m.launcher, m.processes, m.stopper, m.images, m.volumes, m.pool = f, f, f, f, f, f
-		m.restores = f
-		m.network, m.podenv, m.records, m.trash = fakeNetwork{f}, fakeEnvironment{f}, fakeRecords{f}, fakeTrash{f}
-		m.dumper = fakeDumper{f}
-		m.dirs = state.Dirs{Root: t.TempDir(), State: t.TempDir(), NetNSs: t.TempDir()}
-		m.bootID, m.run = "boot", state.Run{ID: "run"}
-		m.appArmor, m.sampler = lsm.NewAppArmor(false, tasks, log), stats.NewSampler(stats.SamplerConfig{})
-		var err error
-		m.handlers, err = handler.Open(t.Context(), handler.Options{BuiltIn: "berth", Tasks: tasks, Log: log})
+		handlers, err := handler.Open(t.Context(), handler.Options{BuiltIn: "berth", Tasks: tasks, Log: log})
 		testutil.Must(t, err)
+		dirs := state.Dirs{Root: t.TempDir(), State: t.TempDir(), NetNSs: t.TempDir()}
+		m := newManager(config, &parts{
+			node:      state.Node{Dirs: dirs, SystemdCgroup: true},
+			bootID:    "boot",
+			run:       state.Run{ID: "run"},
+			launcher:  f,
+			processes: f,
+			stopper:   f,
+			images:    f,
+			volumes:   f,
+			pool:      f,
+			restores:  f,
+			network:   fakeNetwork{f},
+			podenv:    fakeEnvironment{f},
+			records:   fakeRecords{f},
+			trash:     fakeTrash{f},
+			dumper:    fakeDumper{f},
+			handlers:  handlers,
+			appArmor:  lsm.NewAppArmor(false, tasks, log),
+			key:       loadOnce(func() (*archive.Key, error) { return archive.LoadKey(dirs.Root) }),
+		}, tasks)
 		test(t, m, f)
 		if err := m.Close(context.WithoutCancel(t.Context())); err != nil {
 			t.Errorf("close: %v", err)

@@ -5,7 +5,6 @@ import (
 
 	"berth/sandbox/handler"
 	"berth/sandbox/state"
-	"berth/shim/ociruntime"
 )
 
 // Handlers returns the runtime handlers sorted by name. The default handler comes first, with an
@@ -26,15 +25,5 @@ func (m *Manager) planRuntime(ctx context.Context, spec *state.PodSpec, name str
 		return nil, err
 	}
 	defer m.tasks.Begin("probe of the runtime program", "handler "+name)()
-	return h.Runtime(ctx, m.dirs.OCI(spec.ID), m.cfg.SystemdCgroup, spec.Mappings != nil)
-}
-
-// runtimeOf returns the runtime of a container. It is nil for libcontainer, and if the pod's record
-// was lost.
-func (o objects) runtimeOf(c *container) *ociruntime.Runtime {
-	p, known := o.pods.Get(c.PodID)
-	if !known {
-		return nil
-	}
-	return p.Runtime.Program()
+	return h.Runtime(ctx, m.node.OCI(spec.ID), m.node.SystemdCgroup, spec.Mappings != nil)
 }

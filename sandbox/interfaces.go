@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint"
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
+	"berth/checkpoint/record"
 	"berth/cni"
 	"berth/image"
 	"berth/internal/rootfs"
@@ -31,15 +31,15 @@ import (
 // Launcher starts the processes of pods and containers. runtime.Launcher implements it and
 // documents the methods.
 type Launcher interface {
-	PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKind, error)
-	Pause(ctx context.Context, pod *state.Pod) (*proto.Started, error)
+	PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKind, *specs.Spec, error)
+	Pause(ctx context.Context, pod *state.Pod, planned *specs.Spec) (*proto.Started, error)
 	Root(ctx context.Context, pod *state.Pod, c *state.Container) (rootfs.Spec, error)
 	User(ctx context.Context, c *state.Container, root rootfs.Spec) (users.User, error)
 	MakeVolumes(ctx context.Context, c *state.Container, root rootfs.Spec) ([]oci.AnonymousVolume, error)
 	Validate(ctx context.Context, pod *state.Pod, c *state.Container,
 		targetPIDNS func() (string, error)) (*specs.Spec, error)
 	Spec(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*specs.Spec, error)
-	Start(ctx context.Context, pod *state.Pod, c *state.Container,
+	Start(ctx context.Context, pod *state.Pod, c *state.Container, planned *specs.Spec,
 		targetPIDNS func() (string, error)) (*proto.Started, error)
 	Describe(ctx context.Context, pod *state.Pod, c *state.Container,
 		targetPIDNS func() (string, error), describing *atomic.Bool) (*specs.Spec, error)
@@ -105,7 +105,7 @@ type Volumes interface {
 type Network interface {
 	Status(ctx context.Context) error
 	SetPodCIDR(ctx context.Context, cidr string) error
-	Load() (damaged []checkpoint.Damaged, err error)
+	Load() (damaged []record.Damaged, err error)
 	Plan(spec *state.PodSpec) (cni.Attachment, [][]cni.IPRange, error)
 	Attach(ctx context.Context, spec *state.PodSpec, attachment *cni.Attachment) (ips []string, err error)
 	Detach(ctx context.Context, spec *state.PodSpec, attachment cni.Attachment) error
@@ -142,8 +142,8 @@ type Records interface {
 	WriteContainer(spec *state.ContainerSpec, status *state.ContainerStatus) error
 	RemovePod(id string) error
 	RemoveContainer(id string) error
-	LoadPods(add func(*state.PodSpec, state.PodStatus)) ([]checkpoint.Damaged, error)
-	LoadContainers(add func(*state.ContainerSpec, state.ContainerStatus)) ([]checkpoint.Damaged, error)
+	LoadPods(add func(*state.PodSpec, state.PodStatus)) ([]record.Damaged, error)
+	LoadContainers(add func(*state.ContainerSpec, state.ContainerStatus)) ([]record.Damaged, error)
 }
 
 // Trash removes directory trees in the background. *trash.Trash implements it.

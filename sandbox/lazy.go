@@ -45,7 +45,7 @@ func (m *Manager) killIfLayersLost(c lockedContainer) {
 	m.log.Error("container is killed: its image is incomplete, and no process has kept the guard against zeros",
 		"container", c.ID, "image", c.Image.ID)
 	m.tasks.RetryInBackground("kill", c.String(), func(ctx context.Context) error {
-		return m.killContainer(ctx, c.container)
+		return m.control.killContainer(ctx, c.container)
 	})
 }
 
@@ -68,21 +68,21 @@ func chainsOf(spec *state.ContainerSpec) [][]digest.Digest {
 	return chains
 }
 
-// killIfUnusable kills a container that has started on a layer that cannot be completed. Without an
-// index of another node this would not be needed: reads of missing content fail.
+// killIfUnusable kills a container that has started on a layer that cannot be completed: the table
+// of contents of the layer may be wrong.
 func (m *Manager) killIfUnusable(c lockedContainer) {
 	if err := m.layersUsable(c.ContainerSpec); err != nil {
-		m.killDistrusted(c.container, err.Error())
+		m.killWrong(c.container, err.Error())
 	}
 }
 
-// KillOnLayer kills the containers that use a layer, because another node had sent a wrong index of
-// it. The exit of each has the reason. It returns at once.
+// KillOnLayer kills the containers that use a layer, because its table of contents was wrong or was
+// not proven. The exit of each has the reason. It returns at once.
 func (m *Manager) KillOnLayer(layer digest.Digest, reason string) {
-	for _, c := range m.containers.Snapshot() {
+	for _, c := range m.objects.containers.Snapshot() {
 		has := func(chain []digest.Digest) bool { return slices.Contains(chain, layer) }
 		if slices.ContainsFunc(chainsOf(c.ContainerSpec), has) {
-			m.killDistrusted(c, reason)
+			m.killWrong(c, reason)
 		}
 	}
 }
@@ -90,21 +90,21 @@ func (m *Manager) KillOnLayer(layer digest.Digest, reason string) {
 // noteLimit limits the wait for a container's lock before it is killed without a reason.
 const noteLimit = 2 * time.Second
 
-// killDistrusted kills a container in the background if it runs or starts. Its exit has the reason,
+// killWrong kills a container in the background if it runs or starts. Its exit has the reason,
 // unless another operation has the container's lock for long. A created container cannot start any
 // more: its user comes from the wrong files.
-func (m *Manager) killDistrusted(c *container, reason string) {
+func (m *Manager) killWrong(c *container, reason string) {
 	m.tasks.RetryInBackground("kill", c.String(), func(ctx context.Context) error {
 		noting, cancel := context.WithTimeout(ctx, noteLimit)
 		defer cancel()
 		runs, over := true, false
-		err := m.lockContainer(noting, c, "note the kill of", func(c lockedContainer) error {
+		err := m.control.lockContainer(noting, c, "note the kill of", func(c lockedContainer) error {
 			runs = c.Phase() == state.ContainerRunning || c.Phase() == state.ContainerStarting
 			over = !runs && c.Phase() != state.ContainerCreated
 			if over {
 				return nil
 			}
-			c.Distrust = reason // a created container must not start
+			c.WrongFiles = reason // a created container must not start
 			return m.writeContainer(noting, c)
 		})
 		switch {
@@ -114,6 +114,6 @@ func (m *Manager) killDistrusted(c *container, reason string) {
 			return err
 		}
 		m.log.Error("container is killed: its files may be wrong", "container", c.ID, "reason", reason, "noted", err == nil)
-		return m.killContainer(ctx, c)
+		return m.control.killContainer(ctx, c)
 	})
 }

@@ -39,7 +39,7 @@ func TestContainersOfLostLayersAreKilled(t *testing.T) {
 					found.containers[0].status.Unshared().Lazy = test.lazy
 				}
 				f.incomplete, m.cfg.LayersLost = test.incomplete, test.lost
-				testutil.Must(t, m.recover(t.Context()))
+				testutil.Must(t, (&recovery{m}).run(t.Context()))
 				synctest.Wait()
 				wantCalled(t, f, test.killed, "kill")
 			})
@@ -53,7 +53,7 @@ func TestStartOnIncompleteLayers(t *testing.T) {
 		withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 			f.incomplete = incomplete
 			c := startContainer(t, m, runPod(t, m))
-			found, err := m.containers.Find(c)
+			found, err := m.objects.containers.Find(c)
 			testutil.Must(t, err)
 			if got := found.status.Unshared().Lazy; got != incomplete {
 				t.Errorf("recorded %v, want %v", got, incomplete)
@@ -69,7 +69,7 @@ func TestStartOnIncompleteLayers(t *testing.T) {
 
 var testLayer = digest.FromString("layer")
 
-// A container on a layer with a wrong index of another node is killed, whether it runs or is being
+// A container on a layer with a wrong table of contents is killed, whether it runs or is being
 // started, and its exit says why. Others are not.
 func TestContainersWithWrongFilesAreKilled(t *testing.T) {
 	for name, test := range map[string]struct {
@@ -83,16 +83,16 @@ func TestContainersWithWrongFilesAreKilled(t *testing.T) {
 			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 				f.layers = []digest.Digest{testLayer}
 				id := startContainer(t, m, runPod(t, m))
-				m.KillOnLayer(test.layer, "the peer lied")
+				m.KillOnLayer(test.layer, "the table lied")
 				synctest.Wait()
-				c, err := m.containers.Find(id)
+				c, err := m.objects.containers.Find(id)
 				testutil.Must(t, err)
 				exit := c.Info().Exit
 				wantCalled(t, f, test.killed, "kill")
 				if (exit != nil) != test.killed {
 					t.Fatalf("exit %+v", exit)
 				}
-				if exit != nil && (exit.Reason != state.ReasonWrongFiles || exit.Message != "the peer lied") {
+				if exit != nil && (exit.Reason != state.ReasonWrongFiles || exit.Message != "the table lied") {
 					t.Errorf("exit %+v", exit)
 				}
 			})
@@ -105,16 +105,16 @@ func TestCreatedWithWrongFilesDoesNotStart(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		f.layers = []digest.Digest{testLayer}
 		id := createContainer(t, m, runPod(t, m))
-		m.KillOnLayer(testLayer, "the peer lied")
+		m.KillOnLayer(testLayer, "the table lied")
 		synctest.Wait()
 		testutil.WantError(t, m.StartContainer(t.Context(), id), codes.FailedPrecondition)
 		wantCalled(t, f, false, "launch", "kill")
-		c, err := m.containers.Find(id)
+		c, err := m.objects.containers.Find(id)
 		testutil.Must(t, err)
-		var distrust string
-		testutil.Must(t, m.lockContainer(t.Context(), c, "read", func(c lockedContainer) error { distrust = c.Distrust; return nil }))
-		if distrust != "the peer lied" {
-			t.Errorf("noted %q", distrust)
+		var noted string
+		testutil.Must(t, m.control.lockContainer(t.Context(), c, "read", func(c lockedContainer) error { noted = c.WrongFiles; return nil }))
+		if noted != "the table lied" {
+			t.Errorf("noted %q", noted)
 		}
 	})
 }
@@ -122,7 +122,7 @@ func TestCreatedWithWrongFilesDoesNotStart(t *testing.T) {
 // A container does not start on a layer that cannot be completed. If the layer turns out to be
 // wrong during the start, the container is killed after it.
 func TestStartOnWrongLayer(t *testing.T) {
-	wrong := errdefs.New(codes.DataLoss, "the peer lied")
+	wrong := errdefs.New(codes.DataLoss, "the table lied")
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		id := createContainer(t, m, runPod(t, m))
 		f.unusable.Store(&wrong)
@@ -132,7 +132,7 @@ func TestStartOnWrongLayer(t *testing.T) {
 		f.launched = func() { f.unusable.Store(&wrong) }
 		testutil.Must(t, m.StartContainer(t.Context(), id))
 		synctest.Wait()
-		c, err := m.containers.Find(id)
+		c, err := m.objects.containers.Find(id)
 		testutil.Must(t, err)
 		if exit := c.Info().Exit; exit == nil || exit.Reason != state.ReasonWrongFiles {
 			t.Errorf("exit %+v", exit)
@@ -148,15 +148,15 @@ func TestStartingContainerWithWrongFilesIsKilled(t *testing.T) {
 			f.layers = []digest.Digest{testLayer}
 			id := createContainer(t, m, runPod(t, m))
 			f.launched = func() {
-				m.KillOnLayer(testLayer, "the peer lied")
+				m.KillOnLayer(testLayer, "the table lied")
 				time.Sleep(takes) // in the bubble's time
 			}
 			testutil.Must(t, m.StartContainer(t.Context(), id))
 			testutil.Eventually(t, "the container is killed", func() bool {
-				c, err := m.containers.Find(id)
+				c, err := m.objects.containers.Find(id)
 				testutil.Must(t, err)
 				exit := c.Info().Exit
-				return exit != nil && exit.Reason == state.ReasonWrongFiles && exit.Message == "the peer lied"
+				return exit != nil && exit.Reason == state.ReasonWrongFiles && exit.Message == "the table lied"
 			})
 		})
 	}

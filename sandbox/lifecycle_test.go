@@ -43,7 +43,7 @@ func TestRunPodSandboxFailures(t *testing.T) {
 				f.failing(test.step, 1)
 				_, err := m.RunPodSandbox(t.Context(), podConfig(), "")
 				wantFailure(t, err)
-				if len(f.podRecords()) > 0 || len(m.pods.Snapshot()) > 0 || len(m.Pods()) > 0 {
+				if len(f.podRecords()) > 0 || len(m.objects.pods.Snapshot()) > 0 || len(m.Pods()) > 0 {
 					t.Errorf("left: records %v, pods %v", f.podRecords(), m.Pods())
 				}
 				wantCalled(t, f, test.recorded, podParts...)
@@ -90,7 +90,7 @@ func TestUndoOfRunPodSandboxIsRetried(t *testing.T) {
 				}
 				time.Sleep(time.Minute)
 				synctest.Wait()
-				if len(f.podRecords()) > 0 || len(m.pods.Snapshot()) > 0 {
+				if len(f.podRecords()) > 0 || len(m.objects.pods.Snapshot()) > 0 {
 					t.Errorf("left: %v", f.podRecords())
 				}
 			})
@@ -143,7 +143,7 @@ func TestCreateContainerFailures(t *testing.T) {
 				f.failing(test.step, 1)
 				_, err := m.CreateContainer(t.Context(), pod, containerConfig())
 				wantFailure(t, err)
-				if len(f.containerRecords()) > 0 || len(m.containers.Snapshot()) > 0 {
+				if len(f.containerRecords()) > 0 || len(m.objects.containers.Snapshot()) > 0 {
 					t.Errorf("left: %v", f.containerRecords())
 				}
 				wantCalled(t, f, test.recorded, containerParts...)
@@ -262,7 +262,7 @@ func TestRemoveContainerFailures(t *testing.T) {
 				if len(f.containerRecords()) != 1 {
 					t.Errorf("records %v: the record must stay", f.containerRecords())
 				}
-				if err := m.RemoveContainer(t.Context(), id); err != nil || len(f.containerRecords()) > 0 || len(m.containers.Snapshot()) > 0 {
+				if err := m.RemoveContainer(t.Context(), id); err != nil || len(f.containerRecords()) > 0 || len(m.objects.containers.Snapshot()) > 0 {
 					t.Errorf("second attempt: %v, left %v", err, f.containerRecords())
 				}
 			})
@@ -342,7 +342,7 @@ func TestRemovePodSandboxFailures(t *testing.T) {
 					t.Errorf("records %v: the record must stay", f.podRecords())
 				}
 				f.forget()
-				if err := m.RemovePodSandbox(t.Context(), id); err != nil || len(f.podRecords())+len(f.containerRecords())+len(m.pods.Snapshot()) > 0 {
+				if err := m.RemovePodSandbox(t.Context(), id); err != nil || len(f.podRecords())+len(f.containerRecords())+len(m.objects.pods.Snapshot()) > 0 {
 					t.Errorf("second attempt: %v, left %v, %v", err, f.podRecords(), f.containerRecords())
 				}
 				for _, call := range []string{"detach", "remove netns", "remove mounts"} {
@@ -396,7 +396,7 @@ func TestRecoveryByPhase(t *testing.T) {
 						status.PausePID, status.PauseStart = os.Getpid(), start
 					}
 				}
-				testutil.Must(t, m.recover(t.Context()))
+				testutil.Must(t, (&recovery{m}).run(t.Context()))
 				time.Sleep(time.Minute)
 				synctest.Wait()
 				p, err := m.Pod("p")
@@ -420,7 +420,7 @@ func TestRecoveryFailures(t *testing.T) {
 				f.loaded = recovered(state.PodStopping, state.ContainerStarting)
 				f.running["c"] = proto.Processes{InitPID: 78}
 				f.failing(failing, 1)
-				wantFailure(t, m.recover(t.Context()))
+				wantFailure(t, (&recovery{m}).run(t.Context()))
 				wantCalled(t, f, false, "kill", "detach", "remove files", "remove pod record", "remove container record")
 			})
 		})

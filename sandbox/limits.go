@@ -15,6 +15,7 @@ import (
 	"berth/internal/host"
 	"berth/internal/nri"
 	"berth/oci"
+	"berth/sandbox/state"
 )
 
 // mergeResources returns a copy of old with the set fields of change. In CRI's resources zero means
@@ -55,8 +56,8 @@ func kernelLimits(resources *runtimeapi.LinuxContainerResources, added *nri.Limi
 // setLimits sets all limits of the cgroup at a runtime-spec cgroupsPath, or none. restore sets the
 // previous limits. The error is FailedPrecondition for limits that the current usage prevents, and
 // InvalidArgument for impossible limits.
-func setLimits(cgroupsPath string, systemd bool, limits *specs.LinuxResources) (restore func() error, err error) {
-	group, err := cgroup.Open(cgroupsPath, systemd)
+func setLimits(node state.Node, cgroupsPath string, limits *specs.LinuxResources) (restore func() error, err error) {
+	group, err := node.Cgroup(cgroupsPath)
 	if err != nil {
 		return nil, err
 	}

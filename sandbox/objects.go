@@ -5,11 +5,15 @@ import (
 	"sync/atomic"
 	"time"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
 	"berth/internal/task"
 	"berth/sandbox/history"
 	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
+	"berth/shim/ociruntime"
 )
 
 // objects are all pods and containers, including unpublished ones.
@@ -32,6 +36,23 @@ func (o objects) containersOf(podID string) []*container {
 	return of
 }
 
+// has reports whether a pod or container has that ID.
+func (o objects) has(id string) bool {
+	_, pod := o.pods.Get(id)
+	_, ctr := o.containers.Get(id)
+	return pod || ctr
+}
+
+// runtimeOf returns the runtime of a container. It is nil for libcontainer, and if the pod's record
+// was lost.
+func (o objects) runtimeOf(c *container) *ociruntime.Runtime {
+	p, known := o.pods.Get(c.PodID)
+	if !known {
+		return nil
+	}
+	return p.Runtime.Program()
+}
+
 // pod owns a pod: its Spec, its Status and its pause. Only lockPod gives access to the Status.
 type pod struct {
 	*state.PodSpec
@@ -42,6 +63,8 @@ type pod struct {
 	launched atomic.Int64                   // process ID of the pause before info has it; 0: not launched yet, or launched by an earlier daemon
 	start    *history.Recording             // the traces of its start; may be nil; never changed
 	stopped  atomic.Bool                    // this daemon started its stop and logs the end of the stop
+
+	planned *specs.Spec // runtime-spec of its pause, until the launch; access needs its lock
 
 	undoing    atomic.Bool // no client can see it, and it is being removed
 	unreleased atomic.Bool // its undo has failed, and CNI DEL is due
@@ -89,6 +112,11 @@ type container struct {
 	info         atomic.Pointer[state.Container] // the published snapshot; nil until created
 	sample       stats.SampleState               // of its writable layer
 	describing   atomic.Bool                     // a RuntimeSpec call inspects its mounts
+
+	// planned is the runtime-spec until the start. Access needs the container's lock. It is nil if
+	// the record must be read for it: after a restart of the daemon, after a change of the limits,
+	// and for a PID namespace of another container, which may end before the start.
+	planned *specs.Spec
 }
 
 // running is a container that has a shim.
@@ -105,6 +133,12 @@ type lockedContainer struct {
 
 func newContainer(spec *state.ContainerSpec, status state.ContainerStatus) *container {
 	return &container{ContainerSpec: spec, status: state.NewLocked(status)}
+}
+
+// joinsTarget reports whether the container joins the PID namespace of another one (ephemeral
+// containers).
+func (c *container) joinsTarget() bool {
+	return c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetPid() == runtimeapi.NamespaceMode_TARGET
 }
 
 // Visible implements state.Indexed.

@@ -3,7 +3,6 @@ package sandbox
 import (
 	"sync"
 
-	"berth/internal/cgroup"
 	"berth/sandbox/state"
 )
 
@@ -58,32 +57,32 @@ func (o *oomCounter) sum() uint64 {
 	return o.total
 }
 
-// OOMKills returns how many processes in containers the OOM killer has killed since the daemon's
-// start. It reads one file for each running container.
-func (m *Manager) OOMKills() uint64 {
-	for _, c := range m.containers.Snapshot() {
+// oomKillsSoFar returns how many processes in containers the OOM killer has killed since the
+// daemon's start. It reads one file for each running container.
+func (s *meters) oomKillsSoFar() uint64 {
+	for _, c := range s.objects.containers.Snapshot() {
 		if c.running.Load() != nil {
-			m.oomKills.update(c.ID, m.readOOMKills(c))
+			s.oomKills.update(c.ID, s.readOOMKills(c))
 		}
 	}
-	return m.oomKills.sum()
+	return s.oomKills.sum()
 }
 
 // countExit counts the OOM kills of a container that has exited.
-func (m *Manager) countExit(c *container, exit state.Exit) {
-	m.oomKills.end(c.ID, m.readOOMKills(c), exit.Reason == state.ReasonOOMKilled)
+func (s *meters) countExit(c *container, exit state.Exit) {
+	s.oomKills.end(c.ID, s.readOOMKills(c), exit.Reason == state.ReasonOOMKilled)
 }
 
 // readOOMKills returns the number of OOM kills in a container's cgroup. It returns 0 if the number
 // is unknown: the metric then misses kills, and nothing else depends on it.
-func (m *Manager) readOOMKills(c *container) uint64 {
-	group, err := cgroup.Open(c.CgroupsPath, m.cfg.SystemdCgroup)
+func (s *meters) readOOMKills(c *container) uint64 {
+	group, err := s.node.Cgroup(c.CgroupsPath)
 	if err != nil {
 		return 0
 	}
 	kills, err := group.OOMKills()
 	if err != nil {
-		m.unmeasured.Warn(m.log, "read the OOM kills of a container", "container", c.ID, "error", err)
+		s.unmeasured.Warn(s.log, "read the OOM kills of a container", "container", c.ID, "error", err)
 	}
 	return kills
 }

@@ -26,7 +26,7 @@ import (
 // PodOrPlanned returns the pod with exactly that ID, even before it is published. A starting pod
 // has its config and, once the pause runs, PausePID. The error is NotFound for an unknown ID.
 func (m *Manager) PodOrPlanned(id string) (*state.Pod, error) {
-	p, known := m.pods.Get(id)
+	p, known := m.objects.pods.Get(id)
 	if !known {
 		return nil, errdefs.NotFound("pod sandbox %q does not exist", id)
 	}
@@ -60,7 +60,7 @@ func (m *Manager) RunPodSandbox(
 	checking.End()
 	id, err := m.podIDs.Create(ctx, identity, sum, maker{
 		Spawn:  m.tasks.Operations.Spawn,
-		Make:   func() (string, error) { return m.newPod(ctx, config, handler, identity) },
+		Make:   func() (string, error) { return m.createPod(ctx, config, handler, identity) },
 		Remove: m.replacePod,
 	})
 	if err != nil {
@@ -86,14 +86,14 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 		return err
 	}
 	linux := config.GetLinux()
-	if err := state.CheckPodResources(linux.GetOverhead(), linux.GetResources(), m.host); err != nil {
+	if err := state.CheckPodResources(linux.GetOverhead(), linux.GetResources(), m.node.Host); err != nil {
 		return err
 	}
-	return state.CheckUserNamespace(config, m.host)
+	return state.CheckUserNamespace(config, m.node.Host)
 }
 
-// newPod creates a pod. It runs in a separate goroutine and continues when the caller leaves.
-func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxConfig,
+// createPod creates a pod. It runs in a separate goroutine and continues when the caller leaves.
+func (m *Manager) createPod(caller context.Context, config *runtimeapi.PodSandboxConfig,
 	handler, identity string) (string, error) {
 	defer m.tasks.BeginUpTo(task.Limit, "run", identity)()
 	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)
@@ -110,7 +110,7 @@ func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxCo
 		return "", err
 	}
 	err = m.tasks.Guard("run", identity, func() error {
-		return m.lockPod(ctx, p, "run", func(p lockedPod) error { return m.bringUp(ctx, p) })
+		return m.control.lockPod(ctx, p, "run", func(p lockedPod) error { return m.bringUp(ctx, p) })
 	})
 	if err != nil {
 		m.abandonPod(p)
@@ -129,16 +129,23 @@ type podPlan struct {
 	ips       []netip.Addr   // addresses to get if they are free
 }
 
-// planPod decides the pod's Spec, records it, and adds the pod to m.pods.
+// planPod decides the pod's Spec, records it, and adds the pod to m.objects.pods.
 func (m *Manager) planPod(ctx context.Context, plan podPlan) (_ *pod, err error) {
 	ctx, span := trace.Nest(ctx, "plan")
 	defer span.End()
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	id, config := plan.id, plan.config
-	spec := &state.PodSpec{ID: id, BootID: m.bootID, CreatedAt: m.podCreation(config.GetMetadata()), Config: config,
-		Handler: plan.handler, Restore: plan.restore, Tmpfs: true}
-	if spec.CgroupsPath, err = oci.CgroupsPath(config.GetLinux().GetCgroupParent(), id, m.cfg.SystemdCgroup); err != nil {
+	spec := &state.PodSpec{
+		ID:        id,
+		BootID:    m.bootID,
+		CreatedAt: m.objects.podCreation(config.GetMetadata()),
+		Config:    config,
+		Handler:   plan.handler,
+		Restore:   plan.restore,
+		Tmpfs:     true,
+	}
+	if spec.CgroupsPath, err = m.node.CgroupsPath(config.GetLinux().GetCgroupParent(), id); err != nil {
 		return nil, err
 	}
 	if spec.Mappings, err = oci.UserNamespace(config); err != nil {
@@ -147,12 +154,12 @@ func (m *Manager) planPod(ctx context.Context, plan podPlan) (_ *pod, err error)
 	if spec.Runtime, err = m.planRuntime(ctx, spec, plan.handler); err != nil {
 		return nil, err
 	}
-	p := newPod(spec, state.NewPodStatus(state.PodStarting), m.history.Record(historyPod(spec)))
+	p := newPod(spec, state.NewPodStatus(state.PodStarting), m.starts.history.Record(historyPod(spec)))
 	p.start.AddPod(trace.Of(ctx))
 	status := p.status.Unshared()
 	status.RunID, status.Restoring = m.run.ID, plan.restoring
 	if !state.HostNetwork(config) {
-		spec.NetNS = m.dirs.NetNS(id)
+		spec.NetNS = m.node.NetNS(id)
 		attachment, ranges, err := m.network.Plan(spec)
 		if err != nil {
 			return nil, err
@@ -165,19 +172,19 @@ func (m *Manager) planPod(ctx context.Context, plan podPlan) (_ *pod, err error)
 		}
 	}
 	options := config.GetLinux().GetSecurityContext().GetSelinuxOptions()
-	if spec.Labels, err = m.labels.Draw(m.selinux, options, confine.Labels{}, m.host, id); err != nil {
+	if spec.Labels, err = m.labels.Draw(m.selinux, options, confine.Labels{}, m.node.Host, id); err != nil {
 		return nil, err
 	}
 	undo.Add("release SELinux labels", func() error { m.labels.Release(m.selinux, spec.Labels, id); return nil })
-	if spec.Pause, err = m.launcher.PlanPause(ctx, p.unshared().snapshot()); err != nil {
+	if spec.Pause, p.planned, err = m.launcher.PlanPause(ctx, p.unshared().snapshot()); err != nil {
 		return nil, err
 	}
-	m.pool.ExpectPause(spec.Pause, m.cfg.SystemdCgroup)
+	m.pool.ExpectPause(spec.Pause, m.node.SystemdCgroup)
 	if err := m.writePod(ctx, p.unshared()); err != nil {
 		return nil, err
 	}
 	undo.Release()
-	m.pods.Put(id, p)
+	m.objects.pods.Put(id, p)
 	return p, nil
 }
 
@@ -200,7 +207,8 @@ func (m *Manager) connectAndLaunch(ctx context.Context, p lockedPod) (pause *pro
 	if needsNetwork(p.PodSpec) {
 		group.SetLimit(1) // sequentially
 	}
-	snapshot := p.snapshot()
+	snapshot, planned := p.snapshot(), p.planned
+	p.planned = nil
 	group.Go(func() error {
 		return m.tasks.Guard("attach network", p.String(), func() (err error) {
 			p.IPs, err = m.network.Attach(gctx, p.PodSpec, p.Network)
@@ -209,7 +217,7 @@ func (m *Manager) connectAndLaunch(ctx context.Context, p lockedPod) (pause *pro
 	})
 	group.Go(func() error {
 		return m.tasks.Guard("launch pause", p.String(), func() (err error) {
-			if pause, err = m.launcher.Pause(gctx, snapshot); err == nil {
+			if pause, err = m.launcher.Pause(gctx, snapshot, planned); err == nil {
 				p.launched.Store(int64(pause.InitPID))
 			}
 			return err
@@ -235,7 +243,7 @@ func (m *Manager) finishPod(ctx context.Context, p lockedPod, started *proto.Sta
 	if err := p.Move(state.PodReady); err != nil {
 		return errors.Join(err, started.Init.Close())
 	}
-	release, err := m.presentPod(ctx, p)
+	release, err := m.plugins.PresentPod(ctx, p)
 	defer release()
 	if err == nil {
 		err = m.podenv.FinishFiles(ctx, p.PodSpec, p.IPs)
@@ -247,9 +255,9 @@ func (m *Manager) finishPod(ctx context.Context, p lockedPod, started *proto.Sta
 		return errors.Join(err, started.Init.Close())
 	}
 	defer trace.Begin(ctx, "publish").End()
-	m.publishPod(p)
+	m.control.publishPod(p)
 	m.watchPause(p.pod, started.Init)
-	m.logPod("pod ready", p.pod, slog.Any("ips", p.IPs), seconds(time.Since(p.CreatedAt)))
+	m.events.Pod("pod ready", p.pod, slog.Any("ips", p.IPs), seconds(time.Since(p.CreatedAt)))
 	return nil
 }
 
@@ -262,7 +270,7 @@ func (m *Manager) writePod(ctx context.Context, p lockedPod) error {
 // watchPause owns the pause's pidfd. When the pause exits, the pod is not ready any more.
 func (m *Manager) watchPause(p *pod, pause *os.File) {
 	p.pause.Store(pause)
-	measured := m.podMeter(p)
+	measured := m.meters.openPod(p)
 	p.meter.Store(measured)
 	started := m.tasks.Watchers.Spawn(func() {
 		ended := m.processes.AwaitEnd(pause, "pause of pod "+p.ID)
@@ -287,7 +295,7 @@ func (m *Manager) closePause(p *pod, pause *os.File, measured *stats.PodMeter) {
 // pauseEnded publishes that a pod lost its pause. kubelet sees the pod NotReady and calls
 // StopPodSandbox, which removes its network.
 func (m *Manager) pauseEnded(p *pod) {
-	_ = m.lockPod(m.tasks.Watchers.Context(), p, "publish the exit of its pause", func(p lockedPod) error {
+	_ = m.control.lockPod(m.tasks.Watchers.Context(), p, "publish the exit of its pause", func(p lockedPod) error {
 		if p.Phase() != state.PodReady { // stopped by a client
 			return nil
 		}
@@ -303,6 +311,6 @@ func (m *Manager) publishPauseless(p lockedPod) error {
 		return err
 	}
 	p.PausePID, p.PauseStart = 0, 0
-	m.publishPod(p)
+	m.control.publishPod(p)
 	return nil
 }

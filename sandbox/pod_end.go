@@ -16,7 +16,7 @@ import (
 // StopPodSandbox kills all processes of the pod and detaches its network, even if a process
 // survives. A stopped or unknown pod is no error.
 func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
-	p, err := m.pods.Find(id)
+	p, err := m.objects.pods.Find(id)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
@@ -24,7 +24,7 @@ func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "stop", p.String(), func(ctx context.Context) error {
-		return m.lockPod(ctx, p, "stop", func(p lockedPod) error { return m.stopPod(ctx, p) })
+		return m.control.lockPod(ctx, p, "stop", func(p lockedPod) error { return m.stopPod(ctx, p) })
 	})
 }
 
@@ -42,24 +42,24 @@ func (m *Manager) stopPod(ctx context.Context, p lockedPod) error {
 		}
 		p.stopped.Store(true)
 		unrecorded = m.records.WritePod(p.PodSpec, p.PodStatus)
-		m.publishPod(p)
+		m.control.publishPod(p)
 	}
 	err := m.killContainers(ctx, p.pod)
 	if unrecorded != nil { // first: a daemon that restarts now would take a recorded pod with a pause for ready
 		m.endPause(ctx, p.pod)
 	}
 	err = errors.Join(err, m.takeDown(ctx, p))
-	for _, c := range m.containersOf(p.ID) { // plugins see the containers' stop before the pod's
-		err = errors.Join(err, m.waitNotified(ctx, c))
+	for _, c := range m.objects.containersOf(p.ID) { // plugins see the containers' stop before the pod's
+		err = errors.Join(err, m.control.waitNotified(ctx, c))
 	}
 	if first {
-		m.notifyPod(ctx, nri.PodStopped, p)
+		m.plugins.NotifyPod(ctx, nri.PodStopped, p)
 	}
 	if unrecorded != nil {
 		m.recordStopLater(p, unrecorded)
 	}
 	if err == nil && p.stopped.CompareAndSwap(true, false) {
-		m.logPod("pod stopped", p.pod)
+		m.events.Pod("pod stopped", p.pod)
 	}
 	return err
 }
@@ -132,7 +132,7 @@ func (m *Manager) endPause(ctx context.Context, p *pod) {
 func (m *Manager) recordStopLater(p lockedPod, cause error) {
 	m.log.Warn("record that a pod is stopped", "pod", p.ID, "error", cause)
 	m.tasks.RetryInBackground("record the stop of", p.String(), func(ctx context.Context) error {
-		return m.lockPod(ctx, p.pod, "record the stop of", func(p lockedPod) error {
+		return m.control.lockPod(ctx, p.pod, "record the stop of", func(p lockedPod) error {
 			if p.Phase() != state.PodStopping && p.Phase() != state.PodStopped {
 				return nil
 			}
@@ -152,9 +152,9 @@ func (m *Manager) killContainers(ctx context.Context, p *pod) error {
 	ctx, cancel := context.WithTimeout(ctx, runtime.KillWait)
 	defer cancel()
 	var kills []func() error
-	for _, c := range m.containersOf(p.ID) {
+	for _, c := range m.objects.containersOf(p.ID) {
 		c.launching.Cancel()
-		kills = append(kills, func() error { return m.killContainer(ctx, c) })
+		kills = append(kills, func() error { return m.control.killContainer(ctx, c) })
 	}
 	return m.tasks.Parallel("kill containers of", p.String(), kills...)
 }
@@ -162,7 +162,7 @@ func (m *Manager) killContainers(ctx context.Context, p *pod) error {
 // RemovePodSandbox stops the pod if necessary. It removes the pod's containers, and then the pod
 // with all its resources. An unknown pod is no error.
 func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
-	p, err := m.pods.Find(id)
+	p, err := m.objects.pods.Find(id)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
@@ -170,7 +170,7 @@ func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "remove", p.String(), func(ctx context.Context) error {
-		return m.lockPod(ctx, p, "remove", func(p lockedPod) error { return m.endPod(ctx, p) })
+		return m.control.lockPod(ctx, p, "remove", func(p lockedPod) error { return m.endPod(ctx, p) })
 	})
 }
 
@@ -178,13 +178,13 @@ func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
 // it returns errInUse. New containers are entered under the pod's lock, so replacePod cannot
 // miss one.
 func (m *Manager) replacePod(ctx context.Context, id string) error {
-	p, known := m.pods.Get(id)
+	p, known := m.objects.pods.Get(id)
 	if !known {
 		return nil
 	}
 	return m.tasks.Detach(ctx, task.Limit, "replace", p.String(), func(ctx context.Context) error {
-		return m.lockPod(ctx, p, "replace", func(p lockedPod) error {
-			if p.Phase() != state.Removing && len(m.containersOf(id)) > 0 {
+		return m.control.lockPod(ctx, p, "replace", func(p lockedPod) error {
+			if p.Phase() != state.Removing && len(m.objects.containersOf(id)) > 0 {
 				return fmt.Errorf("pod sandbox %s has containers: %w", id, errInUse)
 			}
 			return m.endPod(ctx, p)
@@ -236,17 +236,17 @@ func (m *Manager) forgetPod(ctx context.Context, p lockedPod) error {
 		return err
 	}
 	m.labels.Release(m.selinux, p.Labels, p.ID)
-	m.pods.Remove(p.ID)
+	m.objects.pods.Remove(p.ID)
 	if p.Visible() { // else no client has seen the pod
-		m.logPod("pod removed", p.pod)
+		m.events.Pod("pod removed", p.pod)
 	}
-	m.events.PodDeleted(p.info.Load())
+	m.control.events.PodDeleted(p.info.Load())
 	m.podIDs.Forget(p.Identity(), p.ID)
 	if p.Presented && !p.Visible() {
-		m.notifyPod(ctx, nri.PodStopped, p)
+		m.plugins.NotifyPod(ctx, nri.PodStopped, p)
 	}
 	if p.Presented || p.Visible() {
-		m.notifyPod(ctx, nri.PodRemoved, p)
+		m.plugins.NotifyPod(ctx, nri.PodRemoved, p)
 	}
 	return nil
 }
@@ -254,7 +254,7 @@ func (m *Manager) forgetPod(ctx context.Context, p lockedPod) error {
 // removeContainersOf removes the pod's containers in parallel.
 func (m *Manager) removeContainersOf(ctx context.Context, p *pod) error {
 	var removals []func() error
-	for _, c := range m.containersOf(p.ID) {
+	for _, c := range m.objects.containersOf(p.ID) {
 		removals = append(removals, func() error { return m.removeContainer(ctx, c) })
 	}
 	return m.tasks.Parallel("remove containers of", p.String(), removals...)

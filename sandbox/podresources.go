@@ -19,15 +19,15 @@ import (
 // resources.
 func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string,
 	overhead, resources *runtimeapi.LinuxContainerResources) error {
-	p, err := m.pods.Find(id)
+	p, err := m.objects.pods.Find(id)
 	if err != nil {
 		return err
 	}
-	if err := state.CheckPodResources(overhead, resources, m.host); err != nil {
+	if err := state.CheckPodResources(overhead, resources, m.node.Host); err != nil {
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "update", p.String(), func(ctx context.Context) error {
-		return m.lockPod(ctx, p, "update", func(p lockedPod) error {
+		return m.control.lockPod(ctx, p, "update", func(p lockedPod) error {
 			return m.updatePodResources(ctx, p, overhead, resources)
 		})
 	})
@@ -57,15 +57,15 @@ func (m *Manager) updatePodResources(ctx context.Context, p lockedPod,
 		p.SetResources(p.Config, before)
 		return err
 	}
-	m.publishPod(p)
-	m.notifyPod(ctx, nri.PodUpdated, p)
+	m.control.publishPod(p)
+	m.plugins.NotifyPod(ctx, nri.PodUpdated, p)
 	return nil
 }
 
 // requestPodUpdate lets plugins refuse new resources of a pod.
 func (m *Manager) requestPodUpdate(ctx context.Context, p lockedPod,
 	overhead, resources *runtimeapi.LinuxContainerResources) error {
-	return m.plugins.RequestPodUpdate(ctx, func() *nri.Pod {
+	return m.plugins.caller.RequestPodUpdate(ctx, func() *nri.Pod {
 		pod := pluginPod(p.info.Load())
 		pod.WantedOverhead, pod.WantedResources = overhead, resources
 		return pod

@@ -18,7 +18,7 @@ func managerWithPod(t *testing.T) (m *Manager, p *pod, records string) {
 	m, root := managerWithRecords(t)
 	p = newPod(&state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}, CgroupsPath: "/kubepods/p", NetNS: "/run/netns/p"}, state.NewPodStatus(state.PodReady), nil)
 	p.info.Store(p.unshared().snapshot())
-	m.pods.Put(p.ID, p)
+	m.objects.pods.Put(p.ID, p)
 	return m, p, filepath.Join(root, "pods")
 }
 

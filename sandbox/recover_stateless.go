@@ -20,15 +20,15 @@ import (
 
 // stateLost reports whether an object of that boot and run lost its runtime state. An existing shim
 // directory of one of ids shows that only the ID file was deleted.
-func (m *Manager) stateLost(bootID, runID string, ids ...string) (bool, error) {
-	if bootID != m.bootID {
+func (r *recovery) stateLost(bootID, runID string, ids ...string) (bool, error) {
+	if bootID != r.m.bootID {
 		return true, nil
 	}
-	if !m.run.New && m.run.Has(runID) {
+	if !r.m.run.New && r.m.run.Has(runID) {
 		return false, nil
 	}
 	for _, id := range ids {
-		if has, err := m.dirs.HasState(id); has || err != nil {
+		if has, err := r.m.node.HasState(id); has || err != nil {
 			return false, err
 		}
 	}
@@ -36,24 +36,24 @@ func (m *Manager) stateLost(bootID, runID string, ids ...string) (bool, error) {
 }
 
 // markPod adds the run to the record of an earlier version, so that the next restart is noticed.
-func (m *Manager) markPod(p lockedPod) {
-	if p.RunID == m.run.ID || m.run.ID == "" {
+func (r *recovery) markPod(p lockedPod) {
+	if p.RunID == r.m.run.ID || r.m.run.ID == "" {
 		return
 	}
-	p.RunID = m.run.ID
-	if err := m.records.WritePod(p.PodSpec, p.PodStatus); err != nil {
-		m.log.Warn("record the state directory's ID; the next daemon will retry", "pod", p.ID, "error", err)
+	p.RunID = r.m.run.ID
+	if err := r.m.records.WritePod(p.PodSpec, p.PodStatus); err != nil {
+		r.m.log.Warn("record the state directory's ID; the next daemon will retry", "pod", p.ID, "error", err)
 	}
 }
 
 // markContainer is markPod for a container.
-func (m *Manager) markContainer(c lockedContainer) {
-	if c.RunID == m.run.ID || m.run.ID == "" {
+func (r *recovery) markContainer(c lockedContainer) {
+	if c.RunID == r.m.run.ID || r.m.run.ID == "" {
 		return
 	}
-	c.RunID = m.run.ID
-	if err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
-		m.log.Warn("record the state directory's ID; the next daemon will retry", "container", c.ID, "error", err)
+	c.RunID = r.m.run.ID
+	if err := r.m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
+		r.m.log.Warn("record the state directory's ID; the next daemon will retry", "container", c.ID, "error", err)
 	}
 }
 
@@ -87,34 +87,34 @@ func openPause(p lockedPod) (*os.File, error) {
 // recoverStateless publishes a pod without runtime state as not ready, and schedules its stop,
 // which releases its addresses. The stop kills a surviving pause first. The kernel then kills the
 // other processes of a shared PID namespace.
-func (m *Manager) recoverStateless(p lockedPod) error {
+func (r *recovery) recoverStateless(p lockedPod) error {
 	var pause *os.File
-	if p.BootID == m.bootID {
+	if p.BootID == r.m.bootID {
 		var err error
 		pause, err = openPause(p)
 		if err != nil && !errors.Is(err, os.ErrProcessDone) {
 			return err
 		}
-		m.log.Warn("the runtime state of a pod is gone: the node was restarted, or its state directory was emptied", "pod",
+		r.m.log.Warn("the runtime state of a pod is gone: the node was restarted, or its state directory was emptied", "pod",
 			p.ID, "runs", pause != nil)
 	}
-	if err := m.publishPauseless(p); err != nil {
+	if err := r.m.publishPauseless(p); err != nil {
 		return err
 	}
-	m.deferWithPod("stop", p.pod, func(ctx context.Context, p lockedPod) error {
-		return errors.Join(m.endLostPause(ctx, p, &pause), m.stopPod(ctx, p))
+	r.m.deferWithPod("stop", p.pod, func(ctx context.Context, p lockedPod) error {
+		return errors.Join(r.endLostPause(ctx, p, &pause), r.m.stopPod(ctx, p))
 	})
 	return nil
 }
 
 // endLostPause kills the pause of a pod without runtime state. It may be repeated.
-func (m *Manager) endLostPause(ctx context.Context, p lockedPod, pause **os.File) error {
+func (r *recovery) endLostPause(ctx context.Context, p lockedPod, pause **os.File) error {
 	if *pause == nil {
 		return nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, runtime.KillWait)
 	defer cancel()
-	if err := m.processes.End(ctx, *pause); err != nil {
+	if err := r.m.processes.End(ctx, *pause); err != nil {
 		return fmt.Errorf("end the pause of pod %s: %w", p.ID, err)
 	}
 	err := (*pause).Close()
@@ -124,13 +124,13 @@ func (m *Manager) endLostPause(ctx context.Context, p lockedPod, pause **os.File
 
 // publishStateless kills the surviving processes of a container without runtime state and publishes
 // it as exited. A container with a surviving process stays Running until that process exits.
-func (m *Manager) publishStateless(ctx context.Context, c lockedContainer) error {
+func (r *recovery) publishStateless(ctx context.Context, c lockedContainer) error {
 	exit := exitOfStateLost(c)
-	if err := m.processes.KillLeftBehind(ctx, c.ID, c.CgroupsPath); err != nil {
-		m.log.Error("processes of a container without runtime state survive SIGKILL", "container", c.ID, "error", err)
-		return m.watchLost(c, proto.Processes{StartedAt: c.StartedAt}, exit)
+	if err := r.m.processes.KillLeftBehind(ctx, c.ID, c.CgroupsPath); err != nil {
+		r.m.log.Error("processes of a container without runtime state survive SIGKILL", "container", c.ID, "error", err)
+		return r.watchLost(c, proto.Processes{StartedAt: c.StartedAt}, exit)
 	}
 	exit.FinishedAt = time.Now()
-	m.exited(c, exit)
+	r.m.exited(c, exit)
 	return nil
 }

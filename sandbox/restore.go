@@ -10,7 +10,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
@@ -18,6 +18,12 @@ import (
 	"berth/internal/trace"
 	"berth/sandbox/state"
 )
+
+// restorer creates pods and containers that continue a checkpoint.
+type restorer struct {
+	m        *Manager
+	restores Restores
+}
 
 // RestorePod creates a pod and its containers, which continue a checkpoint. StartContainer restores
 // the processes of a container. The checkpoint is not needed afterwards, because berth keeps a copy
@@ -30,10 +36,10 @@ import (
 // exists with other content. NotFound for an unknown handler or image. FailedPrecondition if the
 // checkpoint is not that of the requested containers, or cannot be restored here, or if CRIU would
 // restore it and the configuration does not permit that.
-func (m *Manager) RestorePod(
+func (k *restorer) RestorePod(
 	ctx context.Context, r state.RestoreRequest,
 ) (podID string, _ []state.Restored, err error) {
-	if err := m.checkRestore(r); err != nil {
+	if err := k.checkRestore(r); err != nil {
 		return "", nil, err
 	}
 	sum, err := fingerprintOf(r.Config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: r.Handler})
@@ -41,16 +47,16 @@ func (m *Manager) RestorePod(
 		return "", nil, err
 	}
 	identity := state.PodIdentity(r.Config.Metadata)
-	defer m.tasks.BeginUpTo(task.Limit, "concurrent creation", identity)()
-	podID, err = m.podIDs.Create(ctx, identity, sum, maker{
-		Spawn:  m.tasks.Operations.Spawn,
-		Make:   func() (string, error) { return m.restorePod(ctx, r, identity) },
-		Remove: m.replacePod,
+	defer k.m.tasks.BeginUpTo(task.Limit, "concurrent creation", identity)()
+	podID, err = k.m.podIDs.Create(ctx, identity, sum, maker{
+		Spawn:  k.m.tasks.Operations.Spawn,
+		Make:   func() (string, error) { return k.restorePod(ctx, r, identity) },
+		Remove: k.m.replacePod,
 	})
 	if err != nil {
 		return "", nil, fmt.Errorf("restore %s: %w", identity, err)
 	}
-	restored, err := m.restoredIn(podID, r)
+	restored, err := k.restoredIn(podID, r)
 	if err != nil {
 		return "", nil, fmt.Errorf("restore %s: %w", identity, err)
 	}
@@ -58,18 +64,18 @@ func (m *Manager) RestorePod(
 }
 
 // checkRestore rejects requests before anything is created.
-func (m *Manager) checkRestore(r state.RestoreRequest) error {
+func (k *restorer) checkRestore(r state.RestoreRequest) error {
 	if !filepath.IsAbs(r.Path) {
 		return errdefs.InvalidArgument("checkpoint_path %q is not absolute", r.Path)
 	}
-	if err := m.checkPodConfig(r.Config, r.Handler); err != nil {
+	if err := k.m.checkPodConfig(r.Config, r.Handler); err != nil {
 		return err
 	}
-	h, err := m.handlers.Find(r.Handler)
+	h, err := k.m.handlers.Find(r.Handler)
 	if err != nil {
 		return err
 	}
-	if err := m.restorePermitted(h.IsBuiltIn()); err != nil {
+	if err := k.restorePermitted(h.IsBuiltIn()); err != nil {
 		return err
 	}
 	var names []string
@@ -93,8 +99,8 @@ func (m *Manager) checkRestore(r state.RestoreRequest) error {
 }
 
 // restorePermitted refuses restores by CRIU, unless the configuration trusts the saved processes.
-func (m *Manager) restorePermitted(byCRIU bool) error {
-	if byCRIU && !m.cfg.TrustRestores {
+func (k *restorer) restorePermitted(byCRIU bool) error {
+	if byCRIU && !k.m.cfg.TrustRestores {
 		return state.RestoreOff()
 	}
 	return nil
@@ -102,9 +108,9 @@ func (m *Manager) restorePermitted(byCRIU bool) error {
 
 // restorePod creates a pod and its containers from a checkpoint. It runs in a separate goroutine
 // and is undone if the caller leaves.
-func (m *Manager) restorePod(caller context.Context, r state.RestoreRequest, identity string) (_ string, err error) {
-	defer m.tasks.BeginUpTo(task.Limit, "restore", identity)()
-	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)
+func (k *restorer) restorePod(caller context.Context, r state.RestoreRequest, identity string) (_ string, err error) {
+	defer k.m.tasks.BeginUpTo(task.Limit, "restore", identity)()
+	ctx, release := trace.Carry(k.m.tasks.Operations.Context(), caller)
 	defer release()
 	ctx, cancel := context.WithTimeout(ctx, task.Limit)
 	defer cancel()
@@ -112,12 +118,12 @@ func (m *Manager) restorePod(caller context.Context, r state.RestoreRequest, ide
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	id := state.NewID()
-	undo.Add("remove copy of the checkpoint", func() error { return m.trash.Discard(m.dirs.Writable(id)) })
-	a, err := m.restores.Import(ctx, r.Path, id)
+	undo.Add("remove copy of the checkpoint", func() error { return k.m.trash.Discard(k.m.node.Writable(id)) })
+	a, err := k.restores.Import(ctx, r.Path, id)
 	if err != nil {
 		return "", err
 	}
-	if err := m.checkHandler(ctx, r.Handler, a.Manifest.Runtime); err != nil {
+	if err := k.checkHandler(ctx, r.Handler, a.Manifest.Runtime); err != nil {
 		return "", err
 	}
 	names, err := directories(a, r.Containers)
@@ -129,17 +135,17 @@ func (m *Manager) restorePod(caller context.Context, r state.RestoreRequest, ide
 	if a.Manifest.Runtime != "" {
 		plan.restore = &state.Restore{Name: names[0], From: r.Path}
 	}
-	if err := m.settleEarlier(ctx, r.Config.Metadata); err != nil {
+	if err := k.m.settleEarlier(ctx, r.Config.Metadata); err != nil {
 		return "", err
 	}
-	err = m.tasks.Guard("plan", identity, func() (err error) { p, err = m.planPod(ctx, plan); return err })
+	err = k.m.tasks.Guard("plan", identity, func() (err error) { p, err = k.m.planPod(ctx, plan); return err })
 	if err != nil {
 		return "", err
 	}
 	undo.Release() // the pod owns the copy
-	err = m.tasks.Guard("restore", identity, func() error { return m.fillPod(ctx, p, r, a, names) })
+	err = k.m.tasks.Guard("restore", identity, func() error { return k.fillPod(ctx, p, r, a, names) })
 	if err != nil {
-		m.abandonPod(p)
+		k.m.abandonPod(p)
 		return "", err
 	}
 	return id, nil
@@ -155,8 +161,8 @@ func savedIPs(a *archive.Archive) []netip.Addr {
 
 // checkHandler refuses handlers that cannot restore a checkpoint. saved is the version of the
 // runtime that has saved a sandbox, and empty for a checkpoint of CRIU.
-func (m *Manager) checkHandler(ctx context.Context, name, saved string) error {
-	h, err := m.handlers.Find(name)
+func (k *restorer) checkHandler(ctx context.Context, name, saved string) error {
+	h, err := k.m.handlers.Find(name)
 	if err != nil {
 		return err
 	}
@@ -167,8 +173,8 @@ func (m *Manager) checkHandler(ctx context.Context, name, saved string) error {
 		return errdefs.FailedPrecondition(
 			"runtime handler %q cannot restore checkpoints of the built-in handler", name)
 	}
-	defer m.tasks.Begin("probe of the runtime program", "handler "+name)()
-	program, err := h.Runtime(ctx, "", m.cfg.SystemdCgroup, false)
+	defer k.m.tasks.Begin("probe of the runtime program", "handler "+name)()
+	program, err := h.Runtime(ctx, "", k.m.node.SystemdCgroup, false)
 	switch {
 	case err != nil:
 		return err
@@ -203,56 +209,56 @@ func directories(a *archive.Archive, configs []*runtimeapi.ContainerConfig) ([]s
 }
 
 // fillPod brings the pod up and creates its containers.
-func (m *Manager) fillPod(
+func (k *restorer) fillPod(
 	ctx context.Context, p *pod, r state.RestoreRequest, a *archive.Archive, names []string,
 ) error {
 	if p.Mappings != nil {
 		return errdefs.FailedPrecondition("a restore does not support user namespaces")
 	}
-	if err := m.lockPod(ctx, p, "restore", func(p lockedPod) error { return m.bringUp(ctx, p) }); err != nil {
+	if err := k.m.control.lockPod(ctx, p, "restore", func(p lockedPod) error { return k.m.bringUp(ctx, p) }); err != nil {
 		return err
 	}
-	if err := m.fillShm(ctx, p, a); err != nil {
+	if err := k.fillShm(ctx, p, a); err != nil {
 		return err
 	}
 	var creations []func() error
 	for i, config := range r.Containers {
 		plan := containerPlan{config: config, restore: &state.Restore{Name: names[i], From: r.Path}, archive: a}
-		creations = append(creations, func() error { return m.createRestored(ctx, p, plan) })
+		creations = append(creations, func() error { return k.createRestored(ctx, p, plan) })
 	}
-	if err := m.tasks.Parallel("create containers of", p.String(), creations...); err != nil {
+	if err := k.m.tasks.Parallel("create containers of", p.String(), creations...); err != nil {
 		return err
 	}
-	return m.lockPod(ctx, p, "complete", func(p lockedPod) error {
+	return k.m.control.lockPod(ctx, p, "complete", func(p lockedPod) error {
 		if p.Phase() != state.PodReady {
 			return notReady(p.pod)
 		}
 		p.Restoring = false
-		return m.writePod(ctx, p)
+		return k.m.writePod(ctx, p)
 	})
 }
 
 // fillShm fills the pod's /dev/shm, which all its containers share. With the node's IPC namespace
 // the pod has none.
-func (m *Manager) fillShm(ctx context.Context, p *pod, a *archive.Archive) error {
+func (k *restorer) fillShm(ctx context.Context, p *pod, a *archive.Archive) error {
 	options := p.Config.GetLinux().GetSecurityContext().GetNamespaceOptions()
 	if options.GetIpc() == runtimeapi.NamespaceMode_NODE {
 		return nil
 	}
-	return m.restores.FillShm(ctx, p.ID, ".")
+	return k.restores.FillShm(ctx, p.ID, ".")
 }
 
 // createRestored creates a container that continues a checkpoint.
-func (m *Manager) createRestored(ctx context.Context, p *pod, plan containerPlan) error {
+func (k *restorer) createRestored(ctx context.Context, p *pod, plan containerPlan) error {
 	sum, err := fingerprintOf(plan.config)
 	if err != nil {
 		return err
 	}
 	identity := state.ContainerIdentity(p.ID, plan.config.Metadata)
-	_, err = m.containerIDs.Create(ctx, identity, sum, maker{
-		Spawn:  m.tasks.Operations.Spawn,
-		Make:   func() (string, error) { return m.newContainer(ctx, p, plan, identity) },
-		Remove: m.replaceContainer,
+	_, err = k.m.containerIDs.Create(ctx, identity, sum, maker{
+		Spawn:  k.m.tasks.Operations.Spawn,
+		Make:   func() (string, error) { return k.m.createContainer(ctx, p, plan, identity) },
+		Remove: k.m.replaceContainer,
 	})
 	if err != nil {
 		return createFailed(identity, err)
@@ -261,53 +267,53 @@ func (m *Manager) createRestored(ctx context.Context, p *pod, plan containerPlan
 }
 
 // fillContainer compares a container with its checkpoint and fills its writable layer.
-func (m *Manager) fillContainer(
+func (k *restorer) fillContainer(
 	ctx context.Context, c lockedContainer, a *archive.Archive, root rootfs.Spec, spec *specs.Spec,
 ) error {
-	if err := m.restores.Compare(ctx, a, c.snapshot(), spec); err != nil {
+	if err := k.restores.Compare(ctx, a, c.snapshot(), spec); err != nil {
 		return err
 	}
-	if err := m.fillLayer(ctx, c, root); err != nil {
+	if err := k.fillLayer(ctx, c, root); err != nil {
 		return err
 	}
 	c.Filled = true
 	return nil
 }
 
-func (m *Manager) fillLayer(ctx context.Context, c lockedContainer, root rootfs.Spec) error {
-	if err := m.restores.FillLayer(ctx, c.snapshot(), root); err != nil || len(c.Anonymous) == 0 {
+func (k *restorer) fillLayer(ctx context.Context, c lockedContainer, root rootfs.Spec) error {
+	if err := k.restores.FillLayer(ctx, c.snapshot(), root); err != nil || len(c.Anonymous) == 0 {
 		return err
 	}
-	return m.selinux.LabelOwn(m.dirs.Volumes(c.ID), c.Labels)
+	return k.m.selinux.LabelOwn(k.m.node.Volumes(c.ID), c.Labels)
 }
 
 // refillContainer fills the writable layer again, because an interrupted start may have changed it.
-func (m *Manager) refillContainer(ctx context.Context, p *pod, c lockedContainer) error {
-	if err := m.trash.Discard(m.dirs.Writable(c.ID)); err != nil {
+func (k *restorer) refillContainer(ctx context.Context, p *pod, c lockedContainer) error {
+	if err := k.m.trash.Discard(k.m.node.Writable(c.ID)); err != nil {
 		return err
 	}
-	root, err := m.launcher.Root(ctx, p.Info(), c.snapshot())
+	root, err := k.m.launcher.Root(ctx, p.Info(), c.snapshot())
 	if err != nil {
 		return err
 	}
-	return m.fillLayer(ctx, c, root)
+	return k.fillLayer(ctx, c, root)
 }
 
 // dropCheckpoint removes the checkpoint of a container that does not need it any more. If it fails,
 // the files stay until the pod is removed.
-func (m *Manager) dropCheckpoint(c *container) {
+func (k *restorer) dropCheckpoint(c *container) {
 	if c.Restore == nil {
 		return
 	}
-	if err := m.trash.Discard(m.dirs.CheckpointOf(c.PodID, c.Restore)); err != nil {
-		m.log.Warn("remove the checkpoint of a restored container", "container", c.ID, "error", err)
+	if err := k.m.trash.Discard(k.m.node.CheckpointOf(c.PodID, c.Restore)); err != nil {
+		k.m.log.Warn("remove the checkpoint of a restored container", "container", c.ID, "error", err)
 	}
 }
 
 // restoredIn returns the containers of a restored pod. It refuses a pod that another request has
 // created.
-func (m *Manager) restoredIn(podID string, r state.RestoreRequest) ([]state.Restored, error) {
-	p, err := m.Pod(podID)
+func (k *restorer) restoredIn(podID string, r state.RestoreRequest) ([]state.Restored, error) {
+	p, err := k.m.Pod(podID)
 	if err != nil {
 		return nil, err
 	}
@@ -322,7 +328,7 @@ func (m *Manager) restoredIn(podID string, r state.RestoreRequest) ([]state.Rest
 		if err != nil {
 			return nil, err
 		}
-		for _, c := range m.containersOf(podID) {
+		for _, c := range k.m.objects.containersOf(podID) {
 			had, err := fingerprintOf(c.Config)
 			if err != nil {
 				return nil, err

@@ -42,7 +42,7 @@ func TestRestorePodFailures(t *testing.T) {
 				f.failing(step, 1)
 				_, _, err := m.RestorePod(t.Context(), restoreRequest())
 				wantFailure(t, err)
-				if len(f.podRecords()) > 0 || len(f.containerRecords()) > 0 || len(m.pods.Snapshot()) > 0 || len(m.containers.Snapshot()) > 0 {
+				if len(f.podRecords()) > 0 || len(f.containerRecords()) > 0 || len(m.objects.pods.Snapshot()) > 0 || len(m.objects.containers.Snapshot()) > 0 {
 					t.Errorf("left: records %v %v, pods %v, containers %v", f.podRecords(), f.containerRecords(), m.Pods(), m.Containers())
 				}
 				wantCalled(t, f, true, "import")
@@ -133,7 +133,7 @@ func TestRestorePodOfExistingPod(t *testing.T) {
 func TestStartFillsUsedLayerAgain(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		_, containers := restorePod(t, m)
-		c, err := m.containers.Find(containers[0].ID)
+		c, err := m.objects.containers.Find(containers[0].ID)
 		testutil.Must(t, err)
 		c.unshared().Filled = false // as a daemon that loads the record of the interrupted start
 		f.forget()
@@ -154,7 +154,7 @@ func TestInterruptedRestoreIsUndone(t *testing.T) {
 			status.Restoring, status.RunID = true, "run"
 			found.pods = append(found.pods, newPod(spec, status, nil))
 		}
-		testutil.Must(t, m.recover(t.Context()))
+		testutil.Must(t, (&recovery{m}).run(t.Context()))
 		synctest.Wait()
 		if len(f.podRecords()) > 0 {
 			t.Errorf("left: %v", f.podRecords())

@@ -45,13 +45,13 @@ func (f *fakeSELinux) labels() []string { return slices.Sorted(maps.Keys(f.inUse
 // labelledManager returns a manager with a pod and two containers. One has the pod's labels, and
 // the other has different labels.
 func labelledManager(host *fakeSELinux) (m *Manager, p *pod, shares, own *container) {
-	m = &Manager{selinux: host.selinux(), control: &control{objects: newObjects()}}
+	m = &Manager{selinux: host.selinux(), objects: newObjects()}
 	p = &pod{PodSpec: &state.PodSpec{ID: "p", Labels: confine.Labels{Process: "pod-process", Mount: "pod-files"}}}
 	shares = &container{ContainerSpec: &state.ContainerSpec{ID: "shares", PodID: "p", Labels: p.Labels}}
 	own = &container{ContainerSpec: &state.ContainerSpec{ID: "own", PodID: "p", Labels: confine.Labels{Process: "own-process", Mount: "own-files"}}}
-	m.pods.Put(p.ID, p)
-	m.containers.Put(shares.ID, shares)
-	m.containers.Put(own.ID, own)
+	m.objects.pods.Put(p.ID, p)
+	m.objects.containers.Put(shares.ID, shares)
+	m.objects.containers.Put(own.ID, own)
 	return m, p, shares, own
 }
 
@@ -59,7 +59,7 @@ func labelledManager(host *fakeSELinux) (m *Manager, p *pod, shares, own *contai
 func TestRecoveredLabelsAreReserved(t *testing.T) {
 	host := newFakeSELinux()
 	m, p, shares, own := labelledManager(host)
-	testutil.Must(t, m.reserveLabels())
+	testutil.Must(t, (&recovery{m}).reserveLabels())
 	wantLabels := func(when string, want ...string) {
 		t.Helper()
 		if got := host.labels(); !slices.Equal(got, want) {
@@ -81,9 +81,9 @@ func TestLabelsSharedByPods(t *testing.T) {
 	m, _, _, _ := labelledManager(host)
 	const level = ":s0:c1,c2"
 	for _, id := range []string{"a", "b"} {
-		m.pods.Put(id, &pod{PodSpec: &state.PodSpec{ID: id, Labels: confine.Labels{Process: "u:r:" + id + level, Mount: "files"}}})
+		m.objects.pods.Put(id, &pod{PodSpec: &state.PodSpec{ID: id, Labels: confine.Labels{Process: "u:r:" + id + level, Mount: "files"}}})
 	}
-	testutil.Must(t, m.reserveLabels())
+	testutil.Must(t, (&recovery{m}).reserveLabels())
 	reserved := func() (n int) {
 		for _, l := range host.labels() {
 			if strings.HasSuffix(l, level) {
@@ -92,13 +92,13 @@ func TestLabelsSharedByPods(t *testing.T) {
 		}
 		return n
 	}
-	a, _ := m.pods.Get("a")
+	a, _ := m.objects.pods.Get("a")
 	m.labels.Release(m.selinux, a.Labels, a.ID)
 	m.labels.Release(m.selinux, a.Labels, a.ID)
 	if reserved() != 2 {
 		t.Errorf("reserved: %q", host.labels())
 	}
-	b, _ := m.pods.Get("b")
+	b, _ := m.objects.pods.Get("b")
 	m.labels.Release(m.selinux, b.Labels, b.ID)
 	if reserved() == 2 {
 		t.Errorf("still reserved: %q", host.labels())
@@ -109,7 +109,7 @@ func TestReserveLabelsReturnsError(t *testing.T) {
 	host := newFakeSELinux()
 	host.fail = errors.New("broken")
 	m, _, _, _ := labelledManager(host)
-	if err := m.reserveLabels(); !errors.Is(err, host.fail) {
+	if err := (&recovery{m}).reserveLabels(); !errors.Is(err, host.fail) {
 		t.Errorf("got %v", err)
 	}
 }

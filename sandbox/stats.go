@@ -2,24 +2,49 @@ package sandbox
 
 import (
 	"errors"
+	"log/slog"
 	"path"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cgstats"
+	"berth/internal/diskusage"
+	"berth/internal/lograte"
+	"berth/internal/task"
 	"berth/oci"
+	"berth/sandbox/state"
 	"berth/sandbox/stats"
 )
 
-// meters implements stats.Meters.
+// meters measure pods and containers. They implement stats.Meters.
 type meters struct {
-	objects
-	sampler *stats.Sampler
+	objects    objects
+	node       state.Node
+	sampler    *stats.Sampler
+	oomKills   oomCounter
+	unmeasured lograte.Limiter // rate limit of warnings about usage that cannot be read
+	tasks      *task.Runner
+	log        *slog.Logger
+}
+
+func newMeters(cfg Config, p *parts, all objects, tasks *task.Runner) *meters {
+	s := &meters{objects: all, node: p.node, tasks: tasks, log: cfg.Log}
+	s.sampler = stats.NewSampler(stats.SamplerConfig{
+		Node:    p.node,
+		Period:  cfg.SamplePeriod,
+		Targets: s.targets,
+		Layers:  p.node.Writable(""),
+		Images:  p.imageRoot,
+		Begin:   tasks.BeginOpen,
+		Log:     cfg.Log,
+		Quota:   func(project uint32) (diskusage.Usage, bool, error) { return p.quotas.Usage(project) },
+	})
+	return s
 }
 
 // ContainerMeter returns the meter, cgroupsPath and last layer sample of a container.
-func (s meters) ContainerMeter(id string) (measured *stats.ContainerMeter, cgroupsPath string, count *stats.Sample) {
-	c, known := s.containers.Get(id)
+func (s *meters) ContainerMeter(id string) (measured *stats.ContainerMeter, cgroupsPath string, count *stats.Sample) {
+	c, known := s.objects.containers.Get(id)
 	if !known {
 		return nil, "", nil
 	}
@@ -30,8 +55,8 @@ func (s meters) ContainerMeter(id string) (measured *stats.ContainerMeter, cgrou
 }
 
 // PodMeter returns the meter and cgroup of a pod.
-func (s meters) PodMeter(id string) (measured *stats.PodMeter, cgroup string) {
-	p, known := s.pods.Get(id)
+func (s *meters) PodMeter(id string) (measured *stats.PodMeter, cgroup string) {
+	p, known := s.objects.pods.Get(id)
 	if !known {
 		return nil, ""
 	}
@@ -42,20 +67,20 @@ func (s meters) PodMeter(id string) (measured *stats.PodMeter, cgroup string) {
 	return p.meter.Load(), cgroup
 }
 
-// containerMeter opens the meter of a container's cgroup. For a container of a sandboxing runtime
+// openContainer opens the meter of a container's cgroup. For a container of a sandboxing runtime
 // it is empty: all processes are in the pause's cgroup, and zeros would look like measurements.
-func (m *Manager) containerMeter(c *container) *stats.ContainerMeter {
-	p, known := m.pods.Get(c.PodID)
+func (s *meters) openContainer(c *container) *stats.ContainerMeter {
+	p, known := s.objects.pods.Get(c.PodID)
 	if known && p.Sandboxed() {
 		return &stats.ContainerMeter{}
 	}
-	return m.cgroups().ContainerMeter(c.CgroupsPath, known && !p.HasCgroup())
+	return stats.Cgroups{Node: s.node}.ContainerMeter(c.CgroupsPath, known && !p.HasCgroup())
 }
 
 // keepUsage adds the usage of an exited container to its pod. The caller has published the exit,
 // and the cgroup still exists.
-func (m *Manager) keepUsage(c *container, run *running) {
-	p, known := m.pods.Get(c.PodID)
+func (s *meters) keepUsage(c *container, run *running) {
+	p, known := s.objects.pods.Get(c.PodID)
 	if !known {
 		return
 	}
@@ -64,48 +89,41 @@ func (m *Manager) keepUsage(c *container, run *running) {
 		return
 	}
 	if err := measured.Ended(run.meter); err != nil && !errors.Is(err, cgstats.ErrGone) {
-		m.unmeasured.Warn(m.log, "read the final usage of a container", "container", c.ID, "error", err)
+		s.unmeasured.Warn(s.log, "read the final usage of a container", "container", c.ID, "error", err)
 	}
 }
 
-// podMeter opens the meter of a pod whose pause runs. It reads interfaces in the pinned namespace,
+// openPod opens the meter of a pod whose pause runs. It reads interfaces in the pinned namespace,
 // because the pause process of a sandboxing runtime is in the node's namespace.
-func (m *Manager) podMeter(p *pod) *stats.PodMeter {
-	return m.cgroups().PodMeter(p.CgroupsPath, p.HasCgroup(), p.NetNS)
+func (s *meters) openPod(p *pod) *stats.PodMeter {
+	return stats.Cgroups{Node: s.node}.PodMeter(p.CgroupsPath, p.HasCgroup(), p.NetNS)
 }
 
-func (m *Manager) cgroups() stats.Cgroups {
-	return stats.Cgroups{V2: m.host.CgroupV2, Systemd: m.cfg.SystemdCgroup}
-}
-
-// startSampler locates the writable layers and starts the sampler.
-func (m *Manager) startSampler() error {
-	if err := m.sampler.Locate(); err != nil {
+// start locates the writable layers and starts the sampler.
+func (s *meters) start() error {
+	if err := s.sampler.Locate(); err != nil {
 		return err
 	}
-	m.tasks.Watchers.Spawn(func() { m.sampler.Run(m.tasks.Watchers.Context()) })
+	s.tasks.Watchers.Spawn(func() { s.sampler.Run(s.tasks.Watchers.Context()) })
 	return nil
 }
 
-// sampleTargets is an iter.Seq of the containers to measure.
-func (m *Manager) sampleTargets(yield func(stats.Target) bool) {
-	for id, c := range m.containers.Snapshot() {
+// targets is an iter.Seq of the containers to measure.
+func (s *meters) targets(yield func(stats.Target) bool) {
+	for id, c := range s.objects.containers.Snapshot() {
 		info := c.info.Load()
 		if info == nil {
 			continue
 		}
-		s := stats.Target{ID: id, State: &c.sample, Running: info.State() == runtimeapi.ContainerState_CONTAINER_RUNNING,
+		t := stats.Target{ID: id, State: &c.sample, Running: info.State() == runtimeapi.ContainerState_CONTAINER_RUNNING,
 			FinishedAt: info.Ended().FinishedAt, CgroupsPath: c.CgroupsPath, Project: c.Project}
-		if p, known := m.pods.Get(c.PodID); known && !p.Sandboxed() {
+		if p, known := s.objects.pods.Get(c.PodID); known && !p.Sandboxed() {
 			if run := c.running.Load(); run != nil {
-				s.Init = run.PID
+				t.Init = run.PID
 			}
 		}
-		if !yield(s) {
+		if !yield(t) {
 			return
 		}
 	}
 }
-
-// WritableFilesystem returns the filesystem of the writable layers and their usage, from memory.
-func (m *Manager) WritableFilesystem() stats.Filesystem { return m.sampler.Filesystem() }

@@ -5,23 +5,22 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/internal/task"
 	"berth/internal/testutil"
 	"berth/sandbox/handler"
 	"berth/sandbox/state"
-	"berth/sandbox/stats"
 	"berth/shim/ociruntime"
 )
 
 // The cgroup of a container of a sandboxing runtime exists, but has no processes.
 func TestSandboxedContainerHasNoUsage(t *testing.T) {
-	m := &Manager{sampler: stats.NewSampler(stats.SamplerConfig{}), control: &control{objects: newObjects()}}
-	m.Reader = stats.NewReader(meters{m.objects, m.sampler}, nil)
+	m := newManager(Config{}, &parts{}, task.NewRunner(nil, nil))
 	p := &pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}, Runtime: &handler.Runtime{Runtime: ociruntime.Runtime{Sandboxed: true}}}}
-	m.pods.Put(p.ID, p)
+	m.objects.pods.Put(p.ID, p)
 	c := &container{ContainerSpec: &state.ContainerSpec{ID: "c", PodID: "p", CgroupsPath: "/"}}
-	run := &running{meter: m.containerMeter(c)}
+	run := &running{meter: m.meters.openContainer(c)}
 	c.running.Store(run)
-	m.containers.Put(c.ID, c)
+	m.objects.containers.Put(c.ID, c)
 	stats, err := m.ContainerStats(&state.Container{ContainerSpec: c.ContainerSpec})
 	if err != nil || !stats.Running || stats.Usage.CPU.Known || stats.Usage.Memory.Known || stats.Usage.At.IsZero() {
 		t.Errorf("%+v, %v", stats, err)

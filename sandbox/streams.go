@@ -4,13 +4,13 @@ import "berth/sandbox/stream"
 
 // streamTargets finds containers and pods for streams.
 type streamTargets struct {
-	objects
-	images Images
+	objects objects
+	images  Images
 }
 
 // StreamContainer implements stream.Targets.
 func (t streamTargets) StreamContainer(id string) (stream.ContainerTarget, error) {
-	c, err := t.containers.Find(id)
+	c, err := t.objects.containers.Find(id)
 	if err != nil {
 		return stream.ContainerTarget{}, err
 	}
@@ -19,7 +19,7 @@ func (t streamTargets) StreamContainer(id string) (stream.ContainerTarget, error
 		ID:        c.ID,
 		PodID:     c.PodID,
 		Process:   c.info.Load().Process,
-		Runtime:   t.runtimeOf(c),
+		Runtime:   t.objects.runtimeOf(c),
 		Cgroup:    c.CgroupsPath,
 		Terminal:  c.Config.GetTty(),
 		Stdin:     c.Config.GetStdin(),
@@ -31,7 +31,7 @@ func (t streamTargets) StreamContainer(id string) (stream.ContainerTarget, error
 
 // StreamPod implements stream.Targets.
 func (t streamTargets) StreamPod(id string) (stream.PodTarget, error) {
-	p, err := t.pods.Find(id)
+	p, err := t.objects.pods.Find(id)
 	if err != nil {
 		return stream.PodTarget{}, err
 	}

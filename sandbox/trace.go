@@ -10,11 +10,17 @@ import (
 	"berth/sandbox/state"
 )
 
+// starts are the traces of the last pod starts.
+type starts struct {
+	objects objects
+	history *history.History // nil in tests
+}
+
 // StartOf returns the operations of a pod's start that this daemon executed, oldest first: the
 // start of the pod, pulls for its containers, and creation and start of each container's newest
 // attempt. It answers from memory.
-func (m *Manager) StartOf(podID string) []trace.Operation {
-	p, known := m.pods.Get(podID)
+func (s *starts) StartOf(podID string) []trace.Operation {
+	p, known := s.objects.pods.Get(podID)
 	if !known {
 		return nil
 	}
@@ -23,31 +29,31 @@ func (m *Manager) StartOf(podID string) []trace.Operation {
 
 // Starts returns summaries of the last pod starts, newest first. It includes removed pods and
 // starts by earlier daemons. It reads the disk.
-func (m *Manager) Starts(ctx context.Context) ([]history.Summary, error) { return m.history.List(ctx) }
+func (s *starts) Starts(ctx context.Context) ([]history.Summary, error) { return s.history.List(ctx) }
 
 // Start returns the start of a pod as Starts lists it. The error is NotFound if it is not kept.
-func (m *Manager) Start(ctx context.Context, podID string) (history.Start, error) {
-	return m.history.Find(ctx, podID)
+func (s *starts) Start(ctx context.Context, podID string) (history.Start, error) {
+	return s.history.Find(ctx, podID)
 }
 
 // RecordPull adds a pull to the start of the pod that needs the image. The pod may not exist yet.
-func (m *Manager) RecordPull(pod *runtimeapi.PodSandboxMetadata, image string, t *trace.Trace) {
+func (s *starts) RecordPull(pod *runtimeapi.PodSandboxMetadata, image string, t *trace.Trace) {
 	if pod.GetUid() == "" && pod.GetName() == "" {
 		return // a pull without a pod
 	}
-	for _, p := range m.pods.Snapshot() {
+	for _, p := range s.objects.pods.Snapshot() {
 		if meta := p.Config.GetMetadata(); meta.GetName() == pod.GetName() && meta.GetNamespace() == pod.GetNamespace() &&
 			meta.GetUid() == pod.GetUid() && meta.GetAttempt() == pod.GetAttempt() {
 			p.start.AddPull(t, image)
 			return
 		}
 	}
-	m.history.AddPull(identityOf(pod), image, t)
+	s.history.AddPull(identityOf(pod), image, t)
 }
 
-// recordStart adds the start of a container to its pod's.
-func (m *Manager) recordStart(c *container, t *trace.Trace) {
-	if p, known := m.pods.Get(c.PodID); known {
+// addContainer adds the start of a container to its pod's.
+func (s *starts) addContainer(c *container, t *trace.Trace) {
+	if p, known := s.objects.pods.Get(c.PodID); known {
 		p.start.AddContainer(t, c.Config.GetMetadata().GetName(), c.Config.GetMetadata().GetAttempt())
 	}
 }

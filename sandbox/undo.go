@@ -34,7 +34,7 @@ func (m *Manager) abandonPod(p *pod) {
 // undoLocked returns undoPod with the pod's lock.
 func (m *Manager) undoLocked(p *pod) func(context.Context) error {
 	return func(ctx context.Context) error {
-		return m.lockPod(ctx, p, "undo", func(p lockedPod) error { return m.undoPod(ctx, p) })
+		return m.control.lockPod(ctx, p, "undo", func(p lockedPod) error { return m.undoPod(ctx, p) })
 	}
 }
 
@@ -99,13 +99,13 @@ func (m *Manager) release(ctx context.Context, p lockedPod) error {
 // settleEarlier undoes earlier starts of the same pod whose network is not released. A pod has at
 // most one of them, so repeated starts do not use up the addresses of the node.
 func (m *Manager) settleEarlier(ctx context.Context, of *runtimeapi.PodSandboxMetadata) error {
-	for _, p := range m.pods.Snapshot() {
+	for _, p := range m.objects.pods.Snapshot() {
 		md := p.Config.GetMetadata()
 		if !p.undoing.Load() || md.GetUid() != of.GetUid() || md.GetName() != of.GetName() ||
 			md.GetNamespace() != of.GetNamespace() {
 			continue
 		}
-		err := m.lockPod(ctx, p, "undo", func(p lockedPod) error {
+		err := m.control.lockPod(ctx, p, "undo", func(p lockedPod) error {
 			err := m.undoPod(ctx, p)
 			if p.Network == nil { // what is left holds nothing of the network
 				return nil
@@ -135,7 +135,7 @@ func (m *Manager) deferUndo(p lockedPod) {
 // Unreleased returns the number of pods that no client can see and whose CNI DEL has failed.
 func (m *Manager) Unreleased() int {
 	count := 0
-	for _, p := range m.pods.Snapshot() {
+	for _, p := range m.objects.pods.Snapshot() {
 		if p.unreleased.Load() {
 			count++
 		}

@@ -15,14 +15,14 @@ func (m *Manager) updateResources(ctx context.Context, c lockedContainer,
 	if err := checkUpdatable(c); err != nil {
 		return err
 	}
-	own, others, err := m.plugins.RequestUpdate(ctx, c.ID, res, m.describer(c))
+	own, others, err := m.plugins.caller.RequestUpdate(ctx, c.ID, res, m.plugins.describer(c))
 	if err != nil {
 		return fmt.Errorf("update container %s: %w", c.ID, err)
 	}
-	if err := m.changeResources(c, own); err != nil {
+	if err := m.control.changeResources(c, own); err != nil {
 		return err
 	}
-	m.notifyContainer(ctx, nri.ContainerUpdated, c)
-	m.plugins.UpdateLater(others)
+	m.plugins.NotifyContainer(ctx, nri.ContainerUpdated, c)
+	m.plugins.caller.UpdateLater(others)
 	return nil
 }

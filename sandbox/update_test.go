@@ -26,9 +26,7 @@ func managerWithRecords(t *testing.T) (m *Manager, root string) {
 	records, err := state.OpenRecords(root, func(string, string) func() { return func() {} })
 	testutil.Must(t, err)
 	log := slog.New(slog.DiscardHandler)
-	m = newWith(Config{Log: log}, task.NewRunner(log, nil))
-	m.records = records
-	return m, root
+	return newManager(Config{Log: log}, &parts{records: records}, task.NewRunner(log, nil)), root
 }
 
 // addContainer publishes a container.
@@ -36,7 +34,7 @@ func addContainer(m *Manager, id, podID string, phase state.Phase) *container {
 	c := newContainer(&state.ContainerSpec{ID: id, PodID: podID, CreatedAt: time.Unix(1, 0),
 		Config: &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: id}}}, state.NewContainerStatus(phase))
 	c.info.Store(c.unshared().snapshot())
-	m.containers.Put(id, c)
+	m.objects.containers.Put(id, c)
 	return c
 }
 
@@ -100,8 +98,8 @@ func TestObjectsForPlugins(t *testing.T) {
 	unpublished := newPod(&state.PodSpec{ID: "unpublished"}, state.NewPodStatus(state.PodStarting), nil)
 	ready := newPod(&state.PodSpec{ID: "ready", CgroupsPath: "/kubepods/ready"}, state.NewPodStatus(state.PodReady), nil)
 	ready.info.Store(ready.unshared().snapshot())
-	m.pods.Put(unpublished.ID, unpublished)
-	m.pods.Put(ready.ID, ready)
+	m.objects.pods.Put(unpublished.ID, unpublished)
+	m.objects.pods.Put(ready.ID, ready)
 
 	pods, containers := pluginRuntime{m.control}.Objects()
 	if len(pods) != 1 || pods[0].ID != "ready" || pods[0].CgroupsPath != "/kubepods/ready" {
@@ -117,13 +115,13 @@ func TestObjectsForPlugins(t *testing.T) {
 	if err := (pluginRuntime{m.control}).Update(t.Context(), nri.Update{ContainerID: "unpublished"}); errdefs.Code(err) != codes.NotFound {
 		t.Errorf("update of an unpublished container: %v", err)
 	}
-	m.notifyContainer(t.Context(), nri.ContainerStopped, unnotified.unshared())
+	m.plugins.NotifyContainer(t.Context(), nri.ContainerStopped, unnotified.unshared())
 	select {
 	case <-notified:
 	default:
 		t.Error("a waiter for the notification was not released")
 	}
-	testutil.Must(t, m.waitNotified(t.Context(), unnotified))
+	testutil.Must(t, m.control.waitNotified(t.Context(), unnotified))
 }
 
 // kubelet treats the newest attempt as the current one. A new attempt therefore gets a later
@@ -132,20 +130,20 @@ func TestCreationAfterEarlierAttempts(t *testing.T) {
 	m, _ := managerWithRecords(t)
 	future := time.Now().Add(time.Hour)
 	addContainer(m, "c", "p", state.ContainerExited).CreatedAt = future
-	if got := m.containerCreation("p"); !got.After(future) {
+	if got := m.objects.containerCreation("p"); !got.After(future) {
 		t.Errorf("container creation time %v is before the last container's", got)
 	}
-	if got := m.containerCreation("q"); got.After(future) {
+	if got := m.objects.containerCreation("q"); got.After(future) {
 		t.Errorf("creation time depends on another pod's containers: %v", got)
 	}
 	metadata := func(name string) *runtimeapi.PodSandboxMetadata {
 		return &runtimeapi.PodSandboxMetadata{Name: name, Namespace: "n", Uid: "u"}
 	}
-	m.pods.Put("p", &pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{Metadata: metadata("web")}, CreatedAt: future}})
-	if got := m.podCreation(metadata("web")); !got.After(future) {
+	m.objects.pods.Put("p", &pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{Metadata: metadata("web")}, CreatedAt: future}})
+	if got := m.objects.podCreation(metadata("web")); !got.After(future) {
 		t.Errorf("pod creation time %v is before the last attempt's", got)
 	}
-	if got := m.podCreation(metadata("db")); got.After(future) {
+	if got := m.objects.podCreation(metadata("db")); got.After(future) {
 		t.Errorf("creation time depends on another pod: %v", got)
 	}
 }

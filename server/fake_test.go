@@ -18,6 +18,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/image"
+	"berth/image/lazy"
+	"berth/image/pull"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 	"berth/internal/task"
@@ -204,8 +206,8 @@ type fakeImages struct {
 	removed  []string
 	auth     *runtimeapi.AuthConfig
 	err      error // returned by every method that may fail
-	progress []image.PullProgress
-	lazy     *image.LazyImage // of all images
+	progress []pull.Progress
+	lazy     *lazy.Status // of all images
 }
 
 func (f *fakeImages) PullFor(_ context.Context, _, ref string, auth *runtimeapi.AuthConfig) (*image.Image, error) {
@@ -238,7 +240,7 @@ func (f *fakeImages) Usage(context.Context) (image.Usage, error) {
 	return image.Usage{Mountpoint: "/var/lib/berth/images", Bytes: 7, Inodes: 3}, f.err
 }
 
-func (f *fakeImages) LazyStatus(*image.Image) *image.LazyImage { return f.lazy }
+func (f *fakeImages) LazyStatus(*image.Image) *lazy.Status { return f.lazy }
 
 func (f *fakeImages) Fetched(*image.Image) string {
 	if f.lazy == nil {
@@ -247,7 +249,7 @@ func (f *fakeImages) Fetched(*image.Image) string {
 	return f.lazy.Percent()
 }
 
-func (f *fakeImages) Progress() []image.PullProgress { return f.progress }
+func (f *fakeImages) Progress() []pull.Progress { return f.progress }
 
 // idsOf returns the IDs of a list's items in order.
 func idsOf[T interface{ GetId() string }](items []T) string {

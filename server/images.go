@@ -10,6 +10,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/image"
+	"berth/image/lazy"
 	"berth/image/registry"
 	"berth/internal/diskusage"
 	"berth/internal/errdefs"
@@ -70,7 +71,7 @@ func (s *imageService) ImageStatus(_ context.Context,
 type imageDetail struct {
 	Config   ocispec.Image      `json:"imageSpec"`
 	Artifact *registry.Artifact `json:"artifact,omitempty"`
-	Lazy     *image.LazyImage   `json:"lazy,omitempty"`
+	Lazy     *lazy.Status       `json:"lazy,omitempty"`
 }
 
 // PullImage implements ImageService. It returns the image's ID, which the API requires since v1.36.
@@ -138,7 +139,7 @@ func (s *imageService) imageItem(img *image.Image) *runtimeapi.Image {
 		item.Spec.Annotations = map[string]string{image.ArtifactType: img.Artifact.Type}
 	}
 	if fetched := s.images.Fetched(img); fetched != "" {
-		item.Spec.Annotations = map[string]string{image.FetchedAnnotation: fetched} // artifacts are fetched whole
+		item.Spec.Annotations = map[string]string{lazy.FetchedAnnotation: fetched} // artifacts are fetched whole
 	}
 	item.Uid, item.Username = imageUser(img.Config.User)
 	return item

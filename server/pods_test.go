@@ -13,7 +13,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cni"
-	"berth/image"
+	"berth/image/pull"
 	"berth/internal/task"
 	"berth/internal/testutil"
 	"berth/internal/trace"
@@ -91,7 +91,7 @@ func TestStatus(t *testing.T) {
 
 func TestStatusVerbose(t *testing.T) {
 	pods := &fakePods{waits: []task.Wait{{What: "kill", Object: "container c1", Since: time.Now().Add(-time.Minute)}}}
-	images := &fakeImages{progress: []image.PullProgress{{Ref: "docker.io/library/busybox:latest"}}}
+	images := &fakeImages{progress: []pull.Progress{{Ref: "docker.io/library/busybox:latest"}}}
 	cfg := testConfig
 	cfg.Network = func() cni.Info { return cni.Info{File: "/etc/cni/net.d/10-net.conflist", Network: "net"} }
 	h := start(t, cfg, pods, images)

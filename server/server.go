@@ -30,6 +30,8 @@ import (
 
 	"berth/cni"
 	"berth/image"
+	"berth/image/lazy"
+	"berth/image/pull"
 	"berth/internal/lograte"
 	"berth/internal/rootfs"
 	"berth/internal/task"
@@ -97,10 +99,10 @@ type Images interface {
 	Get(ref string) (*image.Image, error)
 	Remove(ctx context.Context, ref string) error
 	Usage(ctx context.Context) (image.Usage, error)
-	Progress() []image.PullProgress
-	LazyStatus(img *image.Image) *image.LazyImage // nil: the image is complete
-	Fetched(img *image.Image) string              // "": the image is complete
-	Driver() rootfs.Kind                          // the form of new layers
+	Progress() []pull.Progress
+	LazyStatus(img *image.Image) *lazy.Status // nil: the image is complete
+	Fetched(img *image.Image) string          // "": the image is complete
+	Driver() rootfs.Kind                      // the form of new layers
 	admin.Store
 }
 

@@ -3,10 +3,9 @@ package server
 import (
 	"time"
 
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-
-	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"berth/oci/users"
 	"berth/sandbox/state"

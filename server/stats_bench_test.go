@@ -13,6 +13,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cgroup"
+	"berth/internal/host"
 	"berth/internal/testutil"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
@@ -37,7 +38,7 @@ func newMeasuredPods(b *testing.B, count int) measuredPods {
 	}
 	var st unix.Statfs_t
 	testutil.Must(b, unix.Statfs("/sys/fs/cgroup", &st))
-	cgroups := stats.Cgroups{V2: st.Type == unix.CGROUP2_SUPER_MAGIC}
+	cgroups := stats.Cgroups{Node: state.Node{Host: host.Facts{CgroupV2: st.Type == unix.CGROUP2_SUPER_MAGIC}}}
 	pods := measuredPods{&fakePods{}, map[string]*stats.ContainerMeter{}}
 	for i := range count {
 		config := &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}, Labels: map[string]string{

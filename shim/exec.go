@@ -29,10 +29,13 @@ type Exec struct {
 	console *os.File
 
 	waiting sync.Mutex // held by the caller of Wait that reads the connection
-	mu      sync.Mutex // guards the fields below
-	ended   bool
-	code    int32
-	err     error
+	mu      sync.Mutex
+	// +checklocks:mu
+	ended bool
+	// +checklocks:mu
+	code int32
+	// +checklocks:mu
+	err error
 }
 
 // Exec starts a process in a running container. It duplicates the files of req, which the caller

@@ -455,7 +455,16 @@ func TestReturningLauncherStartsNoOther(t *testing.T) {
 
 // idleAs puts a launcher without a process into the pool.
 func (l *Launchers) idleAs(pid int, knows string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
 	l.idle = append(l.idle, idleLauncher{&launcher{pid: pid, loaded: knows}, func() {}, time.Now()})
+}
+
+// idleNow returns how many launchers are idle, and how many of them the pool keeps.
+func (l *Launchers) idleNow() (n, enough int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return len(l.idle), l.enough()
 }
 
 // A launcher is spare if it has been idle for long itself, however many others were used meanwhile.
@@ -477,10 +486,12 @@ func TestSpareLaunchersRetireWhileOthersServe(t *testing.T) {
 					id := takenFor(i)
 					p := l.pop(id)
 					l.idleAs(p.pid, cmp.Or(id, p.loaded))
-					if _, rest := l.takeSpare(); len(l.idle) > l.enough() && rest <= 0 {
-						t.Fatalf("%d launchers are idle, and their owner does not look again", len(l.idle))
+					_, rest := l.takeSpare()
+					left, enough := l.idleNow()
+					if left > enough && rest <= 0 {
+						t.Fatalf("%d launchers are idle, and their owner does not look again", left)
 					}
-					return len(l.idle)
+					return left
 				}
 				const pace = 100 * time.Millisecond
 				began := time.Now()
@@ -495,8 +506,8 @@ func TestSpareLaunchersRetireWhileOthersServe(t *testing.T) {
 					serve(i)
 					time.Sleep(pace)
 				}
-				if len(l.idle) != l.cfg.Idle {
-					t.Errorf("after %v there are %d launchers", time.Since(began), len(l.idle))
+				if left, _ := l.idleNow(); left != l.cfg.Idle {
+					t.Errorf("after %v there are %d launchers", time.Since(began), left)
 				}
 			})
 		})
@@ -529,8 +540,9 @@ func TestExecTakesLauncherWithItsContainer(t *testing.T) {
 		for pid, knows := range test.idle {
 			l.idleAs(pid, knows)
 		}
-		if p := l.pop(test.execIn); p == nil || p.pid != test.want || len(l.idle) != len(test.idle)-1 {
-			t.Errorf("%s: launcher %+v, want %d; there are %d", name, p, test.want, len(l.idle))
+		p := l.pop(test.execIn)
+		if left, _ := l.idleNow(); p == nil || p.pid != test.want || left != len(test.idle)-1 {
+			t.Errorf("%s: launcher %+v, want %d; there are %d", name, p, test.want, left)
 		}
 	}
 	if p := (&Launchers{}).pop("a"); p != nil {

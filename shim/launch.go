@@ -6,17 +6,10 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"slices"
 	"time"
 
-	"golang.org/x/sys/unix"
-	"google.golang.org/grpc/codes"
-
 	"berth/internal/cgroup"
-	"berth/internal/errdefs"
 	"berth/internal/failpoint"
-	"berth/internal/pidfd"
-	"berth/internal/trace"
 	"berth/shim/ociruntime"
 	"berth/shim/proto"
 )
@@ -52,7 +45,7 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 		defer l.wantMore() // starts another launcher if this one is lost
 		defer l.lend(-1)
 	}
-	p, err := l.takeTraced(ctx, req)
+	p, err := l.takeFor(ctx, req.Spec)
 	if err != nil {
 		return nil, err
 	}
@@ -77,129 +70,6 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 		l.retire(p)
 	}
 	return started, err
-}
-
-// takeTraced is takeFor with a span, because takeFor may have to start a launcher.
-func (l *Launchers) takeTraced(ctx context.Context, req *proto.Launch) (*launcher, error) {
-	defer trace.Begin(ctx, "get launcher").End()
-	return l.takeFor(req.Spec)
-}
-
-// launchWith sends the request to p and waits for the reply. It returns whether p waits for its
-// next request.
-func (l *Launchers) launchWith(
-	ctx context.Context, p *launcher, req *proto.Launch,
-) (_ *proto.Started, again bool, err error) {
-	if err := recordLauncher(ctx, p, req.Dir); err != nil {
-		return nil, false, errdefs.Internal("launch %s: %w", req.ID, err)
-	}
-	ctx, span := trace.Nest(ctx, "launcher")
-	defer span.End()
-	var reply proto.Reply
-	sent := trace.Now()
-	failpoint.Reach("launch.send")
-	request, mounts := req.PassFiles()
-	watch := p.watchRequest(requestTimeout)
-	err = watch.sent(p.conn.Send(proto.Request{Launch: request}, mounts...))
-	failpoint.Reach("launch.sent")
-	var files []*os.File
-	if err == nil {
-		files, err = l.receive(ctx, p, &reply)
-		err = watch.result(err)
-	}
-	switch {
-	case errors.Is(err, errUnresponsive):
-		if cleanupErr := l.cleanUpUnresponsive(p, req); cleanupErr != nil { // the launcher may be reading now
-			err = errdefs.Internal("%v: %w", err, cleanupErr)
-		}
-	case err != nil:
-		l.losses.Add(1)
-		err = errors.Join(errdefs.Internal("the launcher is lost: %w", err), l.cleanUp(p, req))
-	case reply.Error != nil:
-		err = failure(ctx, reply.Error)
-	case reply.Started == nil || len(files) != 1:
-		err = errors.Join(errdefs.Internal("unexpected reply from the launcher"), l.cleanUp(p, req))
-	}
-	failpoint.Reach("launch.answered")
-	l.logWarnings(req.ID, reply.Warnings)
-	if err != nil {
-		return nil, false, errors.Join(err, closeFiles(files))
-	}
-	trace.Add(ctx, withTransfer(reply.Started.Steps, sent))
-	started, err := l.started(p, req, reply.Started, files[0])
-	return started, reply.Started.Again, err
-}
-
-// withTransfer returns the launcher's steps with two more: the transfer of the request, which was
-// sent at the time sent, and the transfer of the answer.
-func withTransfer(steps []trace.Step, sent int64) []trace.Step {
-	if len(steps) == 0 {
-		return nil
-	}
-	last := steps[len(steps)-1].Ended
-	request := trace.Step{Name: "send request", Began: sent, Ended: steps[0].Began}
-	answer := trace.Step{Name: "receive answer", Began: last, Ended: trace.Now()}
-	return slices.Concat([]trace.Step{request}, steps, []trace.Step{answer})
-}
-
-// recordLauncher writes the launcher's identity to Dir/shim before the request. The launcher
-// removes the record as the last step of an undo. So a later daemon, too, treats a launch without a
-// record as ended.
-func recordLauncher(ctx context.Context, p *launcher, dir string) error {
-	defer trace.Begin(ctx, "record").End()
-	start, err := pidfd.StartTime(p.pid)
-	if err != nil {
-		return fmt.Errorf("the launcher is lost: %w", err)
-	}
-	failpoint.Reach("launch.record")
-	processes := proto.Processes{ShimPID: p.pid, ShimStartTime: start}
-	if err := proto.WriteFile(dir, proto.ShimFile, processes.Encode()); err != nil {
-		return fmt.Errorf("record its launcher: %w", err)
-	}
-	failpoint.Reach("launch.recorded")
-	return nil
-}
-
-// receive waits for the reply to a launch. When ctx ends it closes its direction of the connection,
-// which cancels the launch. The launcher may still report success.
-func (l *Launchers) receive(ctx context.Context, p *launcher, reply *proto.Reply) ([]*os.File, error) {
-	stop := context.AfterFunc(ctx, func() {
-		// Both fail only if the launcher has exited. Receive returns then, too.
-		_ = p.conn.SetDeadline(time.Now().Add(undoTime))
-		_ = p.conn.CloseWrite()
-	})
-	files, err := p.conn.Receive(reply)
-	if !stop() && reply.Started != nil {
-		reply.Started.Again = false // the launcher reads the end of the connection and exits
-	}
-	return files, err
-}
-
-// started adds the files to the result. The caller owns them.
-func (l *Launchers) started(
-	p *launcher, req *proto.Launch, s *proto.Started, init *os.File,
-) (_ *proto.Started, err error) {
-	if s.Init, err = asPidfd(init); err != nil {
-		return nil, errors.Join(err, l.cleanUp(p, req))
-	}
-	if req.Pause != "" {
-		return s, nil
-	}
-	s.Shim = p.proc
-	// The launcher has become the monitor, which does not use the connection.
-	if err := p.conn.Close(); err != nil {
-		l.cfg.Log.Warn("close connection to launcher", "pid", p.pid, "error", err)
-	}
-	return s, nil
-}
-
-// asPidfd converts a received pidfd to a file that package pidfd can wait for.
-func asPidfd(f *os.File) (*os.File, error) {
-	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
-	if err := errors.Join(err, f.Close()); err != nil {
-		return nil, fmt.Errorf("take over pidfd: %w", err)
-	}
-	return pidfd.FromFD(fd)
 }
 
 // cleanUp kills a launcher that failed to finish, and removes the remains of its launch.
@@ -259,27 +129,4 @@ func remove(path string) error {
 		return err
 	}
 	return nil
-}
-
-// failure converts a launcher's error to a gRPC error. A launch that failed after ctx ended returns
-// ctx's error.
-func failure(ctx context.Context, e *proto.Error) error {
-	if err := ctx.Err(); err != nil {
-		return fmt.Errorf("%s: %w", e.Message, err)
-	}
-	return errdefs.Reported(codes.Code(e.Code), e.Message)
-}
-
-func (l *Launchers) logWarnings(id string, warnings []string) {
-	for _, w := range warnings {
-		l.cfg.Log.Warn("launcher: "+w, "container", id)
-	}
-}
-
-func closeFiles(files []*os.File) error {
-	var err error
-	for _, f := range files {
-		err = errors.Join(err, f.Close())
-	}
-	return err
 }

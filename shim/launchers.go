@@ -47,14 +47,18 @@ type Launchers struct {
 	stop   context.CancelFunc
 	owned  sync.WaitGroup // all goroutines of the pool
 
-	starts, losses atomic.Uint64 // see Counts
+	starts atomic.Uint64 // see Counts
+	losses atomic.Uint64
 
 	expecting   atomic.Bool // keepMovesFast runs
 	expectUntil atomic.Pointer[time.Time]
 
-	mu     sync.Mutex     // guards the fields below
-	lent   int            // launchers that serve execs or pauses and then return to the pool
-	idle   []idleLauncher // idle longest first
+	mu sync.Mutex
+	// +checklocks:mu
+	lent int // launchers that serve execs or pauses and then return to the pool
+	// +checklocks:mu
+	idle []idleLauncher // idle longest first
+	// +checklocks:mu
 	closed bool
 }
 
@@ -324,14 +328,6 @@ func (l *Launchers) takeSpare() (spare []*launcher, rest time.Duration) {
 	return spare, 0
 }
 
-// takeAt removes and returns the idle launcher at index i.
-func (l *Launchers) takeAt(i int) *launcher {
-	p := l.idle[i]
-	l.idle = slices.Delete(l.idle, i, i+1)
-	p.unwatch()
-	return p.launcher
-}
-
 // watch waits until p dies or is taken. After a death it delays the next launcher, because the
 // cause, such as a node without free threads, would kill the next one, too.
 func (l *Launchers) watch(ctx context.Context, p *launcher) {
@@ -366,55 +362,6 @@ func (l *Launchers) drop(p *launcher) bool {
 	l.idle[i].unwatch()
 	l.idle = slices.Delete(l.idle, i, i+1)
 	return true
-}
-
-// take returns an idle launcher, or starts one. execIn is the container of an exec; empty: a
-// launch. take skips launchers that have died while idle.
-func (l *Launchers) take(mayBeIdle bool, execIn string) (*launcher, error) {
-	for mayBeIdle {
-		p := l.pop(execIn)
-		if p == nil {
-			break
-		}
-		done, err := pidfd.Exited(p.proc)
-		if err == nil && !done {
-			l.wantMore()
-			return p, nil
-		}
-		l.losses.Add(1)
-		l.cfg.Log.Warn("idle launcher died", "pid", p.pid, "error", err)
-		l.retire(p)
-		l.wantMore()
-	}
-	return l.start()
-}
-
-// pop removes a launcher from the pool and returns it, nil if the pool is empty.
-func (l *Launchers) pop(execIn string) *launcher {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if len(l.idle) == 0 {
-		return nil
-	}
-	return l.takeAt(l.choose(execIn))
-}
-
-// choose returns the index of the best launcher. For an exec that is the launcher that has loaded
-// its container, and for a launch a launcher that has loaded none.
-//
-// Without such a launcher, an exec takes one that has loaded no container, even the last: any
-// launcher can launch, and probes come more often than launches. Otherwise an exec takes the
-// launcher that has been idle longest. Probes of several containers then keep one launcher each. It
-// takes no spare launcher, because a spare one would then never age.
-func (l *Launchers) choose(execIn string) int {
-	for i, p := range slices.Backward(l.idle) {
-		if p.loaded == execIn {
-			return i
-		}
-	}
-	first := max(len(l.idle)-l.enough(), 0)
-	unloaded := func(p idleLauncher) bool { return p.loaded == "" }
-	return first + max(slices.IndexFunc(l.idle[first:], unloaded), 0)
 }
 
 // retireTime bounds the exit of a launcher whose connection was closed.

@@ -49,7 +49,7 @@ func TestReadOnlyRootfs(t *testing.T) {
 	}
 }
 
-// The timer slack of launchers and init (shim/launcher/sysmon) does not reach a container's command
+// The timer slack of launchers and init (shim/launcher/slack.c) does not reach a container's command
 // or an exec. Both have the timer slack of the thread that started their launcher, also as their
 // default.
 func TestTimerSlack(t *testing.T) {

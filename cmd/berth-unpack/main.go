@@ -8,4 +8,4 @@ import (
 	"berth/image/unpack/worker"
 )
 
-func main() { os.Exit(worker.Main(os.Args[1:])) }
+func main() { os.Exit(worker.Main()) }

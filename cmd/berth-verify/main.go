@@ -8,4 +8,4 @@ import (
 	"berth/image/trust/worker"
 )
 
-func main() { os.Exit(worker.Main(os.Args[1:])) }
+func main() { os.Exit(worker.Main()) }

@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -20,9 +21,9 @@ func TestDefaultsMatchTags(t *testing.T) {
 	want := Config{
 		Listen: "/run/berth/berth.sock", Root: "/var/lib/berth", State: "/run/berth",
 		CgroupDriver: "auto",
-		Network:      "cni", NetworkBridge: "berth0", NetworkSubnets: []string{"10.83.0.0/16", "fdb6:83e7:2d10::/64"}, NetworkRoutes: []string{}, NetworkMasquerade: true, NetworkCheckSource: true,
-		NetworkNoMasquerade: []string{}, NetworkIsolation: []string{},
-		CNIConfDir: "/etc/cni/net.d", CNIBinDirs: []string{"/opt/cni/bin", "/usr/lib/cni"}, NetNSDir: "/run/netns",
+		Network:      "cni", NetworkBridge: "berth0", NetworkSubnets: []string{"10.83.0.0/16", "fdb6:83e7:2d10::/64"}, NetworkRoutes: []string{}, NetworkMasquerade: true,
+		NetworkNoMasquerade: []string{},
+		CNIConfDir:          "/etc/cni/net.d", CNIBinDirs: []string{"/opt/cni/bin", "/usr/lib/cni"}, NetNSDir: "/run/netns",
 		DockerConfig: "", CheckpointRestore: "off", AuthFiles: []string{}, SignatureRegistriesDir: "/etc/containers/registries.d", SignatureMaxPlugins: 10, SignaturePluginTimeout: Duration{10 * time.Second}, RegistryDirs: []string{"/etc/berth/certs.d", "/etc/containerd/certs.d"}, PinnedImages: []string{},
 		MaxParallelDownloads: 8, MaxRangeRequests: 16, PullPressureLimit: 20, PeersUploads: 8, PartialLayerTTL: Duration{24 * time.Hour}, PeersSeeds: []string{}, StallTimeout: Duration{time.Minute}, CNITimeout: Duration{110 * time.Second}, WaitLimit: Duration{time.Minute}, PreloadDirs: []string{"/etc/berth/images.d"}, MaxLayerBytes: 256 << 30, MaxLayerEntries: 4 << 20, LazyPolicy: "off", LazyStall: Duration{time.Minute}, LazyMinBytes: 32 << 20, LazyMinTime: Duration{2 * time.Second}, LazyMemory: 64 << 20, IndexBytes: 0, DiskReservePercent: 5, DiskReserveBytes: 4 << 30, WritableLayerProjects: 1 << 30,
 		LayerDriver: "auto", ImageVolumes: "bind",
@@ -66,6 +67,31 @@ func TestEveryOptionIsDeclared(t *testing.T) {
 			t.Errorf("key %s is declared twice", o.Key)
 		}
 		keys[o.Key] = true
+	}
+}
+
+// wordyTexts are options whose text is still too long. An entry goes when its text is short.
+var wordyTexts = []string{"lazy.policy", "lazy.stall", "lazy.index_bytes"}
+
+// An option's text has at most 40 words. What else there is to say is on the page that the text
+// names.
+func TestTextsAreShort(t *testing.T) {
+	t.Parallel()
+	const limit = 40
+	check := func(key, text string) {
+		words := len(strings.Fields(text))
+		if known := slices.Contains(wordyTexts, key); (words > limit) != known {
+			t.Errorf("the text of %s has %d words, at most %d are allowed; in wordyTexts: %t", key, words, limit, known)
+		}
+	}
+	for _, o := range options() {
+		check(o.Key, o.Doc)
+	}
+	for _, table := range tables() {
+		check(table.Key, table.Doc)
+		for _, o := range table.Options {
+			check(table.Key+".NAME."+o.Key, o.Doc)
+		}
 	}
 }
 
@@ -155,31 +181,35 @@ func TestParseErrors(t *testing.T) {
 		file string
 		want []string // all parts of the error
 	}{
-		"misspelt":        {"root = '/a'\n\nlisen = '/run/x.sock'\n", []string{`f.toml: line 3: unknown key "lisen", the nearest option is "listen"`}},
-		"dash":            {"cgroup-driver = 'auto'", []string{`line 1: unknown key "cgroup-driver"`, `"cgroup_driver"`}},
-		"two":             {"roott = 1\nx_handler = 2", []string{`line 1: unknown key "roott", the nearest option is "root"`, `line 2: unknown key "x_handler", the nearest option is "handlers"`}},
-		"removed":         {"[checkpoint]\nrestore_foreign = false", []string{`f.toml: line 2: checkpoint.restore_foreign is no longer an option: remove it. `}},
-		"in a table":      {"[log]\nlevell = 'info'", []string{`f.toml: line 2: unknown key "log.levell", the nearest option is "log.level"`}},
-		"other table":     {"[cni]\nidle_timeout = '1h'", []string{`f.toml: line 2: unknown key "cni.idle_timeout", the nearest option is "stream.idle_timeout"`}},
-		"no table":        {"bridge = 'br0'", []string{`f.toml: line 1: unknown key "bridge", the nearest option is "network.bridge"`}},
-		"flat key":        {"network_type = 'cni'", []string{`line 1: unknown key "network_type", the nearest option is "network.type"`}},
-		"table as value":  {"cni = 'x'", []string{`f.toml: line 1: cni is a table with the options conf_dir, bin_dirs`}},
-		"old and new":     {"log_level = 'info'\n[log]\nlevel = 'warn'", []string{"f.toml: line ", "log_level", "log.level", "set the same option"}},
-		"inline":          {"\nlog = {level = 'loud'}", []string{`f.toml: line 2: log.level: "loud" is not one of`}},
-		"other case":      {"Root = '/a'", []string{`line 1: unknown key "Root", the nearest option is "root"`}},
-		"table":           {"[cnii]\nconf_dir = '/x'", []string{`line 1: unknown key "cnii", the nearest option is "cni"`}},
-		"known table":     {"[root]\nx = 1", []string{"f.toml: line 1", "root takes a value and is not a table"}},
-		"table in value":  {"[stall_timeout]\nDuration = 1", []string{"f.toml: line 1", "stall_timeout"}},
-		"dotted":          {"stall_timeout.Duration = 1", []string{"f.toml: line 1", "stall_timeout"}},
-		"syntax":          {"root = '/a'\nroot '/b'", []string{"f.toml: line 2"}},
-		"twice":           {"root = '/a'\nroot = '/b'", []string{"f.toml: line 2"}},
-		"wrong type":      {"\nmax_log_line = 'many'", []string{"f.toml: line 2: max_log_line: it takes a number, found string"}},
-		"string for list": {"cni_bin_dirs = '/opt'", []string{"f.toml: line 1: cni_bin_dirs: it takes a list of strings, found string"}},
-		"number in list":  {"cni_bin_dirs = ['/a',\n 5]", []string{"f.toml: line 1: cni_bin_dirs: element 2 of the list is not a string, found integer"}},
-		"duration":        {"stall_timeout = 'soon'", []string{"f.toml: line 1", "stall_timeout", `"soon" is not a duration`}},
-		"duration number": {"stall_timeout = 60", []string{`f.toml: line 1: stall_timeout: it takes a duration like "1m30s", found integer`}},
-		"short duration":  {"stall_timeout = '10ms'", []string{"f.toml: line 1: pull.stall_timeout: 10ms is shorter than 1s"}},
-		"relative":        {"root = 'var/lib'", []string{`f.toml: line 1: root: "var/lib" is not an absolute path`}},
+		"misspelt":         {"root = '/a'\n\nlisen = '/run/x.sock'\n", []string{`f.toml: line 3: unknown key "lisen", the nearest option is "listen"`}},
+		"dash":             {"cgroup-driver = 'auto'", []string{`line 1: unknown key "cgroup-driver"`, `"cgroup_driver"`}},
+		"two":              {"roott = 1\nx_handler = 2", []string{`line 1: unknown key "roott", the nearest option is "root"`, `line 2: unknown key "x_handler", the nearest option is "handlers"`}},
+		"check of sources": {"network.check_source = true", []string{`f.toml: line 1: network.check_source is no longer an option: remove it. Drop`}},
+		"isolation":        {"[network]\nisolation = ['pods']", []string{`f.toml: line 2: network.isolation is no longer an option: remove it. Block traffic`}},
+		"old isolation":    {"network_isolation = ['pods']", []string{`f.toml: line 1: network_isolation is no longer an option: remove it. Block traffic`}},
+		"removed":          {"[checkpoint]\nrestore_foreign = false", []string{`f.toml: line 2: checkpoint.restore_foreign is no longer an option: remove it. `}},
+		"removed value":    {"[lazy]\npolicy = 'all'", []string{`f.toml: line 2: lazy.policy: "all" is no longer a value: use "on". `}},
+		"in a table":       {"[log]\nlevell = 'info'", []string{`f.toml: line 2: unknown key "log.levell", the nearest option is "log.level"`}},
+		"other table":      {"[cni]\nidle_timeout = '1h'", []string{`f.toml: line 2: unknown key "cni.idle_timeout", the nearest option is "stream.idle_timeout"`}},
+		"no table":         {"bridge = 'br0'", []string{`f.toml: line 1: unknown key "bridge", the nearest option is "network.bridge"`}},
+		"flat key":         {"network_type = 'cni'", []string{`line 1: unknown key "network_type", the nearest option is "network.type"`}},
+		"table as value":   {"cni = 'x'", []string{`f.toml: line 1: cni is a table with the options conf_dir, bin_dirs`}},
+		"old and new":      {"log_level = 'info'\n[log]\nlevel = 'warn'", []string{"f.toml: line ", "log_level", "log.level", "set the same option"}},
+		"inline":           {"\nlog = {level = 'loud'}", []string{`f.toml: line 2: log.level: "loud" is not one of`}},
+		"other case":       {"Root = '/a'", []string{`line 1: unknown key "Root", the nearest option is "root"`}},
+		"table":            {"[cnii]\nconf_dir = '/x'", []string{`line 1: unknown key "cnii", the nearest option is "cni"`}},
+		"known table":      {"[root]\nx = 1", []string{"f.toml: line 1", "root takes a value and is not a table"}},
+		"table in value":   {"[stall_timeout]\nDuration = 1", []string{"f.toml: line 1", "stall_timeout"}},
+		"dotted":           {"stall_timeout.Duration = 1", []string{"f.toml: line 1", "stall_timeout"}},
+		"syntax":           {"root = '/a'\nroot '/b'", []string{"f.toml: line 2"}},
+		"twice":            {"root = '/a'\nroot = '/b'", []string{"f.toml: line 2"}},
+		"wrong type":       {"\nmax_log_line = 'many'", []string{"f.toml: line 2: max_log_line: it takes a number, found string"}},
+		"string for list":  {"cni_bin_dirs = '/opt'", []string{"f.toml: line 1: cni_bin_dirs: it takes a list of strings, found string"}},
+		"number in list":   {"cni_bin_dirs = ['/a',\n 5]", []string{"f.toml: line 1: cni_bin_dirs: element 2 of the list is not a string, found integer"}},
+		"duration":         {"stall_timeout = 'soon'", []string{"f.toml: line 1", "stall_timeout", `"soon" is not a duration`}},
+		"duration number":  {"stall_timeout = 60", []string{`f.toml: line 1: stall_timeout: it takes a duration like "1m30s", found integer`}},
+		"short duration":   {"stall_timeout = '10ms'", []string{"f.toml: line 1: pull.stall_timeout: 10ms is shorter than 1s"}},
+		"relative":         {"root = 'var/lib'", []string{`f.toml: line 1: root: "var/lib" is not an absolute path`}},
 		"relative in list": {"cni_bin_dirs = ['/opt/cni/bin', 'bin']",
 			[]string{`f.toml: line 1: cni.bin_dirs: "bin" is not an absolute path`}},
 		"empty path":       {"root = ''", []string{"f.toml: line 1: root: the path is empty"}},

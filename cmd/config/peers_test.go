@@ -21,8 +21,6 @@ func TestPeersOptionsFitTogether(t *testing.T) {
 		{"seed without a port", "listen = '0.0.0.0:4789'\nadvertise = '10.0.0.5:4789'\nseeds = ['nodes.example']\n" + files, "peers.seeds"},
 		{"seed with the name of a port", "listen = '0.0.0.0:4789'\nadvertise = '10.0.0.5:4789'\nseeds = ['nodes.example:http']\n" + files, "peers.seeds"},
 		{"small bandwidth", "listen = '0.0.0.0:4789'\nadvertise = '10.0.0.5:4789'\nupload_bandwidth = 1\n" + files, "peers.upload_bandwidth"},
-		{"lazy.policy all without peers", "[lazy]\npolicy = 'all'\n", ""},
-		{"lazy.policy all", "listen = '0.0.0.0:4789'\nadvertise = '10.0.0.5:4789'\n" + files + "[lazy]\npolicy = 'all'\n", ""},
 		{"least bandwidth", "listen = '0.0.0.0:4789'\nadvertise = '10.0.0.5:4789'\nupload_bandwidth = 1048576\n" + files, ""},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -181,6 +181,24 @@ func (f *file) refuse(key string, format string, args ...any) {
 var removed = map[string]string{
 	"checkpoint.restore_foreign": "remove it. Checkpoints of other nodes are restored if they have the same checkpoint.key; " +
 		"see checkpoint.restore",
+	"network.check_source": noCheckOfSources,
+	"network_check_source": noCheckOfSources,
+	"network.isolation":    noIsolation,
+	"network_isolation":    noIsolation,
+}
+
+const (
+	noCheckOfSources = "remove it. Drop the capability NET_RAW from pods, or use a network plugin that checks their " +
+		"source addresses"
+	noIsolation = "remove it. Block traffic by nftables rules of your own, or use a network plugin with NetworkPolicy"
+)
+
+// removedValues are values of options that earlier versions had, and what to do instead.
+var removedValues = map[string]map[string]string{
+	"lazy.policy": {
+		"indexed": `use "on", which also uses tables of contents that the manifest names`,
+		"all":     `use "on". Indexes of other nodes are not used any more`,
+	},
 }
 
 // table sets the options in a table of the file. prefix is the table's key with a dot, or empty.

@@ -144,6 +144,9 @@ func (o option) checkText(p *string) error {
 	if strings.ContainsFunc(*p, unicode.IsControl) {
 		return fmt.Errorf("%q contains a control character", *p)
 	}
+	if instead := removedValues[o.Key][*p]; instead != "" {
+		return fmt.Errorf("%q is no longer a value: %s", *p, instead)
+	}
 	if len(o.oneof) > 0 && !slices.Contains(o.oneof, *p) {
 		return fmt.Errorf("%q is not one of %s", *p, strings.Join(o.oneof, ", "))
 	}

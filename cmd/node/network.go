@@ -66,7 +66,6 @@ func ownNetworkList(cfg *config.Config) ([]byte, error) {
 		"bridge":       cfg.NetworkBridge,
 		"subnets":      subnets(cfg.NetworkSubnets),
 		"masquerade":   cfg.NetworkMasquerade,
-		"checkSource":  cfg.NetworkCheckSource,
 		"dataDir":      filepath.Join(cfg.Root, AddressDir),
 		"capabilities": map[string]bool{"portMappings": true, "ipRanges": true, "bandwidth": true, "preferredIPs": true},
 	}
@@ -75,9 +74,6 @@ func ownNetworkList(cfg *config.Config) ([]byte, error) {
 	}
 	if len(cfg.NetworkNoMasquerade) > 0 {
 		plugin["noMasquerade"] = cfg.NetworkNoMasquerade
-	}
-	if len(cfg.NetworkIsolation) > 0 {
-		plugin["isolation"] = cfg.NetworkIsolation
 	}
 	if len(cfg.NetworkRoutes) > 0 {
 		var routes []map[string]string

@@ -1,10 +1,10 @@
 package node
 
 import (
+	"berth/cmd/node/hostlocal"
 	"berth/cni"
 	"berth/cni/berthnet"
 	"berth/cni/berthnet/conf"
-	"berth/cni/hostlocal"
 )
 
 // Readers returns readers for the plugins whose state on the node berth can inspect.
@@ -19,20 +19,8 @@ func Readers() cni.Readers {
 // stay small.
 type reader struct{}
 
-func (reader) Obstacles(data []byte) (all []cni.Obstacle, err error) {
-	n, err := conf.Parse(data)
-	if err != nil {
-		return nil, nil
-	}
-	found, err := berthnet.Obstacles(n)
-	for _, o := range found {
-		all = append(all, cni.Obstacle(o))
-	}
-	return all, err
-}
-
 func (reader) Reservations(data []byte) (all []cni.Reservation, err error) {
-	n, err := conf.Parse(data)
+	n, err := conf.ParseNames(data)
 	if err != nil {
 		return nil, nil
 	}
@@ -46,7 +34,7 @@ func (reader) Reservations(data []byte) (all []cni.Reservation, err error) {
 }
 
 func (reader) Objects(data []byte) (all []cni.Object, err error) {
-	n, err := conf.Parse(data)
+	n, err := conf.ParseNames(data)
 	if err != nil {
 		return nil, nil
 	}

@@ -42,7 +42,6 @@ func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.
 	if err != nil {
 		return nil, err
 	}
-	p.seen.Store(a.Key(), a.Net)
 	if err := links.SetUp(a.describe(bridge, kept)); err != nil {
 		return nil, err
 	}
@@ -144,7 +143,7 @@ func (a *attachment) describe(b *links.Bridge, kept addresses.Reservation) links
 		mtu = b.MTU
 	}
 	return links.Attachment{ContainerID: a.id, IfName: a.ifName, NetNS: a.netns, Network: a.Key(), Bridge: b, MTU: mtu,
-		Hairpin: a.Hairpins(), Isolated: a.Isolates(conf.IsolatePods), CheckSource: a.ChecksSource(),
+		Hairpin: a.Hairpins(),
 		Ingress: limit(a.Runtime.Bandwidth.IngressRate, a.Runtime.Bandwidth.IngressBurst),
 		Egress:  limit(a.Runtime.Bandwidth.EgressRate, a.Runtime.Bandwidth.EgressBurst),
 		IPs:     a.prefixes(kept), Routes: a.podRoutes()}

@@ -1,9 +1,9 @@
 // Package berthnet implements berth's built-in network, a CNI plugin. It sets up a bridge,
-// addresses, masquerading, host ports and isolation, for IPv4, IPv6 or both.
+// addresses, masquerading, host ports and bandwidth limits, for IPv4, IPv6 or both.
 //
 // # Contract
 //
-// The plugin replaces bridge, host-local, portmap and firewall. It uses netlink and nftables and
+// The plugin replaces bridge, host-local, portmap and bandwidth. It uses netlink and nftables and
 // executes no program. It implements CNI 1.1.0 (ADD, DEL, CHECK, STATUS, GC, VERSION) for
 // configurations from 0.3.0 on. The daemon calls Exec; other runtimes execute a program that calls
 // Main. Both may run at the same time.
@@ -23,8 +23,7 @@
 // The bridge and the rules for all pods belong to the node. ADD creates them when they are missing.
 // Only Retire and Uninstall remove them. A flush of the whole packet filter deletes the rules; each
 // reload of nftables.service flushes it. ADD and STATUS write the rules again, with the host ports
-// of all pods from the notes of the reservations. The kernel notifies the daemon (Watch), which
-// also writes them again.
+// of all pods from the notes of the reservations.
 //
 // GC releases the reservations, bridge ports and rules of attachments that are not valid.
 //
@@ -36,7 +35,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -47,7 +45,6 @@ import (
 
 	"berth/cni/berthnet/addresses"
 	"berth/cni/berthnet/conf"
-	"berth/cni/berthnet/links"
 	"berth/cni/berthnet/rules"
 )
 
@@ -61,17 +58,11 @@ type Plugin struct {
 	Log     *slog.Logger // for failures in the background; nil: discarded
 
 	filter rules.Filter
-	seen   sync.Map // configurations of ADD and STATUS for Watch: *conf.Net by key
 
 	leaving     leaving
 	leavingTime time.Duration // 0: the constant
 
-	overlaps links.Overlaps // cached by STATUS
-
 	lockPatience time.Duration // of the stores; 0: their default
-
-	checksSource   atomic.Bool  // a trial has shown that the kernel supports it
-	tryCheckSource func() error // nil: links.CanCheckSource
 
 	filters   atomic.Bool               // a trial or installed rules have shown that the kernel supports them
 	tryFilter func(rules.Network) error // nil: rules.Try

@@ -23,9 +23,12 @@ const leavingTries = 12
 // acknowledgements, so closing takes more than a minute. If the daemon exits earlier, the next GC
 // deletes the ports.
 type leaving struct {
-	lock    sync.Mutex // guards the fields up to running
-	ports   []leavingPort
-	timer   *time.Timer    // for the first port; nil: no port
+	lock sync.Mutex // also guards the counter of running
+	// +checklocks:lock
+	ports []leavingPort
+	// +checklocks:lock
+	timer *time.Timer // for the first port; nil: no port
+	// +checklocks:lock
 	closed  bool           // add ignores further ports
 	running sync.WaitGroup // runs of the timer's function, counted from when the timer is set
 
@@ -54,7 +57,9 @@ func (l *leaving) put(p leavingPort) {
 	l.arm()
 }
 
-// arm sets the timer unless it is set. The caller holds the lock.
+// arm sets the timer unless it is set.
+//
+// +checklocks:l.lock
 func (l *leaving) arm() {
 	if l.closed || l.timer != nil || len(l.ports) == 0 {
 		return

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"io"
 	"log/slog"
+	"strings"
 	"testing"
 	"time"
 )
@@ -31,5 +32,27 @@ func TestPortDeletionIsRetried(t *testing.T) {
 	l.close()
 	if tries != leavingTries {
 		t.Errorf("%d tries, want %d", tries, leavingTries)
+	}
+}
+
+// logged is a log whose lines go to a channel.
+type logged chan string
+
+func (l logged) Write(data []byte) (int, error) {
+	l <- string(data)
+	return len(data), nil
+}
+
+func (l logged) await(t *testing.T, what string) {
+	t.Helper()
+	for limit := time.After(patience); ; {
+		select {
+		case line := <-l:
+			if strings.Contains(line, what) {
+				return
+			}
+		case <-limit:
+			t.Fatalf("the log does not contain %q", what)
+		}
 	}
 }

@@ -35,7 +35,7 @@ func Main() {
 		Check:  program(p.check),
 		GC:     program(func(args *skel.CmdArgs) error { return p.gc(ctx, args) }),
 		Status: program(func(args *skel.CmdArgs) error { return p.status(ctx, args) }),
-	}, Versions, "CNI plugin berth-net: bridge, addresses, masquerading, host ports and isolation in one")
+	}, Versions, "CNI plugin berth-net: bridge, addresses, masquerading, host ports and bandwidth limits in one")
 }
 
 // program converts a function's errors to the specification's.

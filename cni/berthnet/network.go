@@ -8,7 +8,6 @@ import (
 
 	"github.com/containernetworking/cni/pkg/types"
 
-	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/links"
 	"berth/cni/berthnet/rules"
 	"berth/internal/lockfile"
@@ -54,7 +53,6 @@ func (a *attachment) makeNetwork() (*links.Bridge, error) {
 	}
 	bridge, err := links.MakeBridge(d)
 	if err != nil {
-		a.plugin.overlaps.Forget() // otherwise STATUS would use the cached result for a minute
 		return nil, withCode(err)
 	}
 	_, err = a.installFor(bridge)
@@ -150,35 +148,9 @@ func (a *attachment) restore(ctx context.Context) (written bool, err error) {
 // rules returns the wanted rules. They contain all subnets of the bridge, because older pods may
 // have addresses of an earlier configuration.
 func (a *attachment) rules(b *links.Bridge) rules.Network {
-	n := rules.Network{Key: a.Key(), Name: a.Name, Bridge: b.Name, Masquerade: a.Masquerades(),
-		NoMasquerade: a.NoMasquerade, IsolatePods: a.Isolates(conf.IsolatePods),
-		IsolateIngress: a.Isolates(conf.IsolateIngress), IsolateNode: a.Isolates(conf.IsolateNode)}
+	n := rules.Network{Key: a.Key(), Bridge: b.Name, Masquerade: a.Masquerades(), NoMasquerade: a.NoMasquerade}
 	for _, p := range b.Prefixes {
 		n.Subnets = append(n.Subnets, p.Masked())
 	}
 	return n
-}
-
-// Watch restores rules that other programs delete, until ctx ends. It watches the networks of
-// earlier ADD and STATUS calls. It returns an error if the kernel cannot notify it.
-func (p *Plugin) Watch(ctx context.Context) error {
-	said := map[string]string{} // last error by network, so that a persistent error is logged once
-	return rules.Watch(ctx, func() error {
-		var errs []error
-		for key, n := range p.seen.Range {
-			written, err := p.of(n.(*conf.Net)).restore(ctx)
-			switch {
-			case err != nil && err.Error() != said[key.(string)]:
-				p.log().Error("restore deleted packet filter rules", "network", key, "error", err)
-				said[key.(string)] = err.Error()
-			case err == nil && written:
-				p.log().Warn("restored deleted packet filter rules", "network", key)
-			}
-			if err == nil {
-				delete(said, key.(string))
-			}
-			errs = append(errs, err)
-		}
-		return errors.Join(errs...)
-	})
 }

@@ -297,7 +297,7 @@ func TestHostPortsOfVanishedPodStayClosed(t *testing.T) {
 	}
 }
 
-// The network takes over the bridge, its addresses, and the rules of a version without keys.
+// The network takes over the bridge, its addresses, and deletes the rules of another network for it.
 func TestNetworkOfEarlierVersionIsTakenOver(t *testing.T) {
 	b := newBed(t, nil)
 	testutil.Must(t, b.attached(nil).del())
@@ -313,7 +313,7 @@ func TestNetworkOfEarlierVersionIsTakenOver(t *testing.T) {
 		testutil.Must(t, netlink.LinkSetAlias(link, alias))
 		addressed(t, "bn0", "10.97.0.1/24")
 		conn.FlushRuleset()
-		named("test", "made-from-0123456789abcdef01234567")
+		named("old-01234567", "made-from-0123456789abcdef01234567-for-bn0")
 		named("other", "made-from-0123456789abcdef01234567")
 		named("other-01234567", "made-from-0123456789abcdef01234567-for-bn1")
 		testutil.Must(t, conn.Flush())

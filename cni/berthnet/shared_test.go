@@ -1,16 +1,12 @@
 package berthnet
 
 import (
-	"context"
 	"encoding/json"
 	"fmt"
 	"io"
-	"log/slog"
 	"net"
 	"net/netip"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -21,6 +17,7 @@ import (
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/links"
@@ -100,28 +97,7 @@ func flushRuleset(t *testing.T) {
 	testutil.Must(t, conn.Flush())
 }
 
-// rewriteRuleset deletes all rules in one transaction, which also adds rules. before is the number
-// of rules that it adds before the deletion.
-func rewriteRuleset(t *testing.T, before int) {
-	t.Helper()
-	conn, err := nftables.New()
-	testutil.Must(t, err)
-	table := &nftables.Table{Family: nftables.TableFamilyIPv4, Name: "others"}
-	add := func(n int) {
-		conn.AddTable(table)
-		for i := range n {
-			conn.AddChain(&nftables.Chain{Table: table, Name: fmt.Sprintf("chain%d", i)})
-		}
-	}
-	if before > 0 {
-		add(before)
-	}
-	conn.FlushRuleset()
-	add(1)
-	testutil.Must(t, conn.Flush())
-}
-
-// ADD, STATUS and Watch restore deleted rules.
+// ADD and STATUS restore deleted rules.
 func TestFlushedRulesetIsRestored(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, nil)
@@ -151,23 +127,6 @@ func TestFlushedRulesetIsRestored(t *testing.T) {
 		mend()
 		check()
 	}
-
-	ctx, stop := context.WithCancel(context.Background())
-	ended := make(chan error)
-	b.plugin.Log = slog.New(slog.NewTextHandler(t.Output(), nil))
-	go func() { ended <- b.plugin.Watch(ctx) }()
-	for what, flush := range map[string]func(){
-		"nft flush ruleset":                    func() { flushRuleset(t) },
-		"nft -f with a flush, and then others": func() { rewriteRuleset(t, 0) },
-		"nft -f with others before the flush":  func() { rewriteRuleset(t, 3) },
-		"nft -f with many before the flush":    func() { rewriteRuleset(t, 60) },
-	} {
-		flush()
-		testutil.Eventually(t, "the rules are written again after "+what, func() bool { return len(b.openPorts()) == 2 })
-		check()
-	}
-	stop()
-	testutil.Must(t, <-ended)
 }
 
 // ownTable returns the network's table. Tests change it like other programs.
@@ -224,7 +183,7 @@ func TestFlushedTableIsRestored(t *testing.T) {
 }
 
 // A table of an earlier version, whose marker has no rule, is rewritten once, without closing host
-// ports.
+// ports. A chain that only the earlier version had is deleted.
 func TestMarkerWithoutRule(t *testing.T) {
 	b := newBed(t, nil)
 	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
@@ -242,6 +201,9 @@ func TestMarkerWithoutRule(t *testing.T) {
 	testutil.Must(t, err)
 	for range 10 {
 		conn.FlushChain(b.marker(conn))
+		isolation := conn.AddChain(&nftables.Chain{Table: b.ownTable(), Name: "forward", Type: nftables.ChainTypeFilter,
+			Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter})
+		conn.AddRule(&nftables.Rule{Table: isolation.Table, Chain: isolation, Exprs: []expr.Any{&expr.Verdict{Kind: expr.VerdictDrop}}})
 		testutil.Must(t, conn.Flush())
 		done, fewest := make(chan struct{}), make(chan int)
 		go func() {
@@ -268,50 +230,8 @@ func TestMarkerWithoutRule(t *testing.T) {
 		if restore() {
 			t.Error("the table is rewritten twice")
 		}
-	}
-}
-
-// Watch retries a failed restore.
-func TestWatchRetriesRestore(t *testing.T) {
-	b := newBed(t, nil)
-	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
-	ctx, stop := context.WithCancel(context.Background())
-	ended := make(chan error)
-	log := make(logged, 100)
-	b.plugin.Log = slog.New(slog.NewTextHandler(io.MultiWriter(log, t.Output()), nil))
-	go func() { ended <- b.plugin.Watch(ctx) }()
-	lock := filepath.Join(b.dir, "test", "lock")
-	testutil.Must(t, os.Remove(lock))
-	testutil.Must(t, os.Symlink("elsewhere", lock))
-	flushRuleset(t)
-	log.await(t, "lock addresses")
-	if ports := b.openPorts(); len(ports) != 0 {
-		t.Errorf("open are %v", ports)
-	}
-	testutil.Must(t, os.Remove(lock))
-	testutil.Eventually(t, "the rules are written", func() bool { return len(b.openPorts()) == 2 })
-	stop()
-	testutil.Must(t, <-ended)
-}
-
-// logged is a log whose lines go to a channel.
-type logged chan string
-
-func (l logged) Write(data []byte) (int, error) {
-	l <- string(data)
-	return len(data), nil
-}
-
-func (l logged) await(t *testing.T, what string) {
-	t.Helper()
-	for limit := time.After(patience); ; {
-		select {
-		case line := <-l:
-			if strings.Contains(line, what) {
-				return
-			}
-		case <-limit:
-			t.Fatalf("the log does not contain %q", what)
+		if _, err := conn.ListChain(isolation.Table, isolation.Name); err == nil || !strings.Contains(err.Error(), unix.ENOENT.Error()) {
+			t.Errorf("reading the chain of the earlier version: %v", err)
 		}
 	}
 }
@@ -469,29 +389,16 @@ func TestManyHostPortsAreRestored(t *testing.T) {
 	}
 }
 
-// Redirections by other programs, such as kube-proxy's node ports, do not bypass isolation, and
-// keep clients' addresses.
+// Redirections by other programs, such as kube-proxy's node ports, keep clients' addresses.
 func TestOthersRedirections(t *testing.T) {
 	newWorld(t)
-	for _, isolated := range []bool{false, true} {
-		kinds := []string{}
-		if isolated {
-			kinds = []string{"ingress"}
-		}
-		b := newBed(t, map[string]any{"isolation": kinds})
-		pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
-		answering(t, pod.netns, "tcp", 80)
-		redirect(t, 30080, pod.ip(false), 80)
-		want := world4
-		if isolated {
-			want = ""
-		}
-		conversation{"world to node port", worldNS, "tcp4", "30080", node4, want}.check(t)
-		conversation{"world to host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
-		testutil.Must(t, pod.del())
-		testutil.Must(t, links.Cut(pod.id, "eth0", true))
-		flushRuleset(t)
-	}
+	b := newBed(t, nil)
+	pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
+	answering(t, pod.netns, "tcp", 80)
+	redirect(t, 30080, pod.ip(false), 80)
+	defer flushRuleset(t)
+	conversation{"world to node port", worldNS, "tcp4", "30080", node4, world4}.check(t)
+	conversation{"world to host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
 }
 
 // redirect adds another program's rule that redirects a port of the node.
@@ -576,140 +483,6 @@ func TestCutPortStaysDisabled(t *testing.T) {
 	}))
 	conversation{"pod that was cut off to pod", server.netns, "tcp4", "80", client.ip(false), ""}.check(t)
 	conversation{"pod to pod that was cut off", client.netns, "tcp4", "80", server.ip(false), ""}.check(t)
-}
-
-// Firewalls that drop unknown packets are reported until they have a rule for the bridge.
-func TestObstacles(t *testing.T) {
-	newWorld(t)
-	b := newBed(t, map[string]any{"subnets": []string{subnet4, "2001:db8::/48"}})
-	n, err := conf.Parse(b.stdin(nil))
-	testutil.Must(t, err)
-	about := func(when string, want ...string) {
-		t.Helper()
-		found, err := Obstacles(n)
-		testutil.Must(t, err)
-		if len(found) != len(want) {
-			t.Fatalf("%s: %v, want %q", when, found, want)
-		}
-		for i, o := range found {
-			if !strings.Contains(o.Problem, want[i]) || o.Fix == "" {
-				t.Errorf("%s: %+v, want %q", when, o, want[i])
-			}
-		}
-	}
-	about("with no rule", "2001:db8::1/64")
-	conn, err := nftables.New()
-	testutil.Must(t, err)
-	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyIPv4, Name: "filter"})
-	policy := nftables.ChainPolicyDrop
-	chain := conn.AddChain(&nftables.Chain{Table: table, Name: "FORWARD", Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter, Policy: &policy})
-	testutil.Must(t, conn.Flush())
-	defer flushRuleset(t)
-	about("with a firewall", `"ip filter FORWARD"`, "2001:db8::1/64")
-	conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: []expr.Any{
-		&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte("bn0\x00")}, &expr.Verdict{Kind: expr.VerdictAccept}}})
-	testutil.Must(t, conn.Flush())
-	about("with a rule for the bridge", "2001:db8::1/64")
-	name := func(data string) []expr.Any {
-		return []expr.Any{&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte(data)}}
-	}
-	source := func(data ...byte) []expr.Any {
-		return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: 12, Len: uint32(len(data))}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: data}}
-	}
-	for what, c := range map[string]struct {
-		exprs []expr.Any
-		known bool
-	}{
-		"another bridge's name":             {name("bn01\x00"), false},
-		"the beginning of the name":         {name("bn"), true},
-		"the beginning of another name":     {name("br"), false},
-		"the subnet's address":              {source(10, 99, 0, 0), true},
-		"the subnet's address, as nft does": {source(10, 99, 0), true},
-		"another subnet's address":          {source(10, 98, 0), false},
-		"the address of a wider one":        {source(10), false},
-	} {
-		t.Run(what, func(t *testing.T) {
-			conn.FlushTable(table)
-			conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: append(c.exprs, &expr.Verdict{Kind: expr.VerdictAccept})})
-			testutil.Must(t, conn.Flush())
-			want := []string{`"ip filter FORWARD"`, "2001:db8::1/64"}
-			if c.known {
-				want = want[1:]
-			}
-			about("with a rule about "+what, want...)
-		})
-	}
-}
-
-// Firewalls of iptables-legacy are reported too. The search creates no tables in a namespace
-// without them.
-func TestObstaclesOfLegacyRules(t *testing.T) {
-	b := newBed(t, nil)
-	n, err := conf.Parse(b.stdin(nil))
-	testutil.Must(t, err)
-	for _, family := range []struct{ tool, tables, subnet, wider string }{
-		{"iptables-legacy", "/proc/thread-self/net/ip_tables_names", subnet4, "10.0.0.0/8"},
-		{"ip6tables-legacy", "/proc/thread-self/net/ip6_tables_names", subnet6, "fd00::/8"},
-	} {
-		t.Run(family.tool, func(t *testing.T) {
-			if _, err := exec.LookPath(family.tool); err != nil {
-				t.Skip("NOT TESTED: ", err)
-			}
-			about := func(when string, named bool) {
-				t.Helper()
-				found, err := Obstacles(n)
-				testutil.Must(t, err)
-				want := family.tool + " filter FORWARD"
-				if named != (len(found) == 1) || named && (!strings.Contains(found[0].Problem, want) || !strings.Contains(found[0].Fix, family.tool+" -I FORWARD -i bn0")) {
-					t.Errorf("%s: %v; %q is named: %v", when, found, want, named)
-				}
-			}
-			before, _ := os.ReadFile(family.tables) // missing if no program has used such rules since the boot
-			about("before", false)
-			if after, _ := os.ReadFile(family.tables); string(after) != string(before) {
-				t.Errorf("the search changes the tables %q to %q", before, after)
-			}
-			run := func(args ...string) {
-				t.Helper()
-				if out, err := exec.Command(family.tool, args...).CombinedOutput(); err != nil {
-					t.Fatalf("%s %v: %v: %s", family.tool, args, err, out)
-				}
-			}
-			if out, err := exec.Command(family.tool, "-L").CombinedOutput(); err != nil {
-				t.Skipf("NOT TESTED: the kernel has no such rules: %v: %s", err, out)
-			}
-			run("-P", "FORWARD", "ACCEPT")
-			about("with a policy to accept", false)
-			defer run("-P", "FORWARD", "ACCEPT")
-			run("-P", "FORWARD", "DROP")
-			about("with a policy to drop", true)
-			for _, c := range []struct {
-				rule  []string
-				named bool
-			}{
-				{[]string{"-A", "FORWARD", "-i", "bn0", "-j", "ACCEPT"}, false},
-				{[]string{"-A", "FORWARD", "-o", "bn0", "-j", "ACCEPT"}, false},
-				{[]string{"-A", "FORWARD", "-i", "bn+", "-j", "ACCEPT"}, false},
-				{[]string{"-A", "FORWARD", "-i", "br+", "-j", "ACCEPT"}, true},
-				{[]string{"-A", "FORWARD", "-i", "bn01", "-j", "ACCEPT"}, true},
-				{[]string{"-A", "FORWARD", "-s", family.subnet, "-j", "ACCEPT"}, false},
-				{[]string{"-A", "FORWARD", "-d", family.subnet, "-j", "ACCEPT"}, false},
-				{[]string{"-A", "FORWARD", "-s", family.wider, "-j", "ACCEPT"}, true},
-				{[]string{"-A", "FORWARD", "-m", "conntrack", "--ctstate", "ESTABLISHED", "-j", "ACCEPT"}, true},
-			} {
-				run(c.rule...)
-				about(strings.Join(c.rule, " "), c.named)
-				run("-F", "FORWARD")
-			}
-			run("-N", "users") // another program's chain that may have the rule
-			run("-A", "FORWARD", "-j", "users")
-			about("with a jump", true)
-			run("-A", "users", "-i", "bn0", "-j", "ACCEPT")
-			about("with a jump to a rule about the bridge", false)
-			run("-F")
-			run("-X")
-		})
-	}
 }
 
 // With Passive STATUS changes nothing.

@@ -22,12 +22,15 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 	if err != nil {
 		return err
 	}
-	p.seen.Store(a.Key(), a.Net)
 	if err := p.checkAdd(a); err != nil {
 		return types.NewError(types.ErrPluginNotAvailable, "berth-net can attach no pod", err.Error())
 	}
 	if !p.Passive {
-		if _, err := a.restore(ctx); err != nil {
+		written, err := a.restore(ctx)
+		if written {
+			p.log().Warn("wrote the packet filter rules again, which were missing or of an earlier version", "network", a.Key())
+		}
+		if err != nil {
 			return types.NewError(types.ErrLimitedConnectivity,
 				"berth-net can attach no pod, and existing pods may be unreachable", err.Error())
 		}
@@ -53,17 +56,7 @@ func (p *Plugin) checkAdd(a *attachment) error {
 	if err := p.canFilter(a); err != nil {
 		return err
 	}
-	if a.ChecksSource() && !p.checksSource.Load() {
-		try := p.tryCheckSource
-		if try == nil {
-			try = links.CanCheckSource
-		}
-		if err := try(); err != nil {
-			return err
-		}
-		p.checksSource.Store(true)
-	}
-	return links.CheckBridge(a.description(), p.overlaps.Check)
+	return links.CheckBridge(a.description())
 }
 
 // canFilter returns why the kernel does not support the network's rules, or nil. It tries them in a

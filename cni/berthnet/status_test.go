@@ -121,48 +121,6 @@ func TestStatusAllows(t *testing.T) {
 	}
 }
 
-// STATUS caches that no other network uses the addresses. ADD checks each time, and drops the cache
-// when it is refused.
-func TestStatusCachesOverlap(t *testing.T) {
-	newWorld(t)
-	outside, err := netlink.LinkByName("outside")
-	testutil.Must(t, err)
-	b := newBed(t, nil)
-	testutil.Must(t, b.status(nil))
-	_, dst, err := net.ParseCIDR("10.99.0.128/25")
-	testutil.Must(t, err)
-	route := &netlink.Route{LinkIndex: outside.Attrs().Index, Dst: dst}
-	testutil.Must(t, netlink.RouteAdd(route))
-	if err := b.status(nil); err != nil {
-		t.Errorf("STATUS reads all routes again: %v", err)
-	}
-	const why = "route to 10.99.0.128/25"
-	if err := b.pod(nil).add(); err == nil || !strings.Contains(err.Error(), why) {
-		t.Errorf("ADD: %v", err)
-	}
-	if err := b.status(nil); err == nil || !strings.Contains(err.Error(), why) {
-		t.Errorf("STATUS after that: %v", err)
-	}
-	testutil.Must(t, netlink.RouteDel(route))
-	testutil.Must(t, b.status(nil))
-}
-
-// STATUS detects a kernel without classifiers before the first pod.
-func TestStatusWithoutClassifier(t *testing.T) {
-	b := newBed(t, nil)
-	b.plugin.tryCheckSource = func() error { return unix.ENOENT }
-	if err := b.status(nil); codeOf(err) != types.ErrPluginNotAvailable || !strings.Contains(err.Error(), unix.ENOENT.Error()) {
-		t.Errorf("STATUS: %v", err)
-	}
-	if err := b.status(map[string]any{"checkSource": false}); err != nil {
-		t.Errorf("STATUS without checkSource: %v", err)
-	}
-	b.plugin.tryCheckSource = nil // the module was loaded meanwhile
-	if err := b.status(nil); err != nil {
-		t.Errorf("STATUS with the classifier: %v", err)
-	}
-}
-
 // STATUS tries the rules before the first pod, until a trial succeeds.
 func TestStatusWithoutRules(t *testing.T) {
 	b := newBed(t, nil)
@@ -211,7 +169,7 @@ func TestStatusWithoutRules(t *testing.T) {
 
 func TestTryRules(t *testing.T) {
 	b := newBed(t, nil)
-	n := rules.Network{Key: b.key(), Name: "test", Bridge: "bn0", Masquerade: true, IsolatePods: true, IsolateIngress: true, IsolateNode: true,
+	n := rules.Network{Key: b.key(), Bridge: "bn0", Masquerade: true,
 		Subnets: []netip.Prefix{netip.MustParsePrefix(subnet4), netip.MustParsePrefix(subnet6)}}
 	testutil.Must(t, rules.Try(n))
 	if networks, err := b.plugin.filter.Networks(); err != nil || len(networks) != 0 {

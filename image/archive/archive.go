@@ -5,8 +5,8 @@
 //
 // An archive may come from anyone. The package opens no path that an archive names outside of it
 // and bounds the memory that the list of files and each document take. Documents get the checks
-// that package registry applies to a registry's documents. A blob is read through a verifier of its
-// size and digest, so a file that changes meanwhile is an error and never content.
+// that package [registry] applies to a registry's documents. A blob is read through a verifier of
+// its size and digest, so a file that changes meanwhile is an error and never content.
 //
 // go-containerregistry reads the same formats. It does not bound the size of documents, and it
 // scans a tar from the start for each file.
@@ -47,13 +47,13 @@ const (
 	refNameAnnotation = ocispec.AnnotationRefName  // a full reference or only a tag
 )
 
-// Archive is an open archive. It is safe for concurrent use.
+// Archive is an open archive, from [OpenTar] or [OpenDir]. It is safe for concurrent use.
 type Archive struct {
 	open  func(name string) (File, error)
 	paths map[digest.Digest]string // of the blobs of a docker archive; nil: those of an OCI layout
 }
 
-// File is a regular file of an archive. The caller closes it.
+// File is a regular file of an archive, from [Archive.BlobAt]. The caller closes it.
 type File interface {
 	io.ReaderAt
 	io.Closer
@@ -100,8 +100,8 @@ type diskFile struct {
 func (f diskFile) Size() int64 { return f.size }
 
 // Images returns the images of the archive for a node's platform, and the entries that are none. It
-// is an error if there is no image. The caller must call it once and before Blob. InvalidArgument:
-// it is neither an OCI layout nor a docker archive.
+// is an error if there is no image. The caller must call it once and before [Archive.Blob].
+// InvalidArgument: it is neither an OCI layout nor a docker archive.
 func (a *Archive) Images(node ocispec.Platform) ([]Image, []Skipped, error) {
 	index, err := a.read("index.json", registry.MaxManifestSize)
 	if err == nil {
@@ -323,7 +323,8 @@ func (a *Archive) Blob(want ocispec.Descriptor) (io.ReadCloser, error) {
 	}, nil
 }
 
-// BlobAt opens a blob for reads of any part, which are not verified. The errors are those of Blob.
+// BlobAt opens a blob for reads of any part, which are not verified. The errors are those of
+// [Archive.Blob].
 func (a *Archive) BlobAt(want ocispec.Descriptor) (File, error) {
 	if err := want.Digest.Validate(); err != nil {
 		return nil, errdefs.InvalidArgument("digest %q: %w", errdefs.Clip(string(want.Digest)), err)

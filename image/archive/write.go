@@ -35,14 +35,14 @@ func (f Format) Validate() error {
 	return nil
 }
 
-// Saved is an image to write.
+// Saved is an image for [Write].
 type Saved struct {
 	Config []byte
 	Names  []registry.Reference // with a tag
 	Layers []SavedLayer         // bottom first
 }
 
-// SavedLayer is a layer to write. Its blob is the uncompressed tar.
+// SavedLayer is a layer of a [Saved] image. Its blob is the uncompressed tar.
 type SavedLayer struct {
 	Digest digest.Digest                 // of the tar; sha256
 	Size   int64                         // of the tar

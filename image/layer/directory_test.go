@@ -1,6 +1,7 @@
 package layer
 
 import (
+	"archive/tar"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -11,11 +12,8 @@ import (
 	"strings"
 	"testing"
 
-	"archive/tar"
-
-	"golang.org/x/sys/unix"
-
 	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
 
 	"berth/internal/diskusage"
 	"berth/internal/testutil"

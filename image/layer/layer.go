@@ -26,7 +26,7 @@
 //
 //	<root>/layers/<hex name>/      a layer: the driver's files, and layer.json
 //	<root>/joins/<hex chainID>/    a join or a merged image: the driver's files, and layer.json
-//	<root>/lazy/<hex name>/        an incomplete layer (OpenLazy), with package lazy's files, an index, a claim
+//	<root>/lazy/<hex name>/        an incomplete layer (OpenLazy), with package lazy's files, an index, a TOC
 //	<root>/{layers,joins,lazy}/set-aside/  unusable layers that may be mounted, see DropSetAside
 //	<root>/empty-<kind>/           an empty layer
 //	<root>/tmp/                    layers under construction; the next Open deletes them
@@ -42,14 +42,17 @@ package layer
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
 	"sync/atomic"
 
 	"github.com/opencontainers/go-digest"
+	"google.golang.org/grpc/codes"
 
 	"berth/image/unpack"
+	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 )
 
@@ -181,8 +184,8 @@ func (i Info) mayNeedJoin(lowest bool) bool {
 	return i.PendingLinks > 0 || i.ImpliedDirs > 0 && !lowest
 }
 
-// record is the record of a layer on disk.
-type record struct {
+// layerRecord is the record of a layer on disk.
+type layerRecord struct {
 	Info
 	Links   []unpack.Link `json:"links,omitempty"`
 	Implied []unpack.Name `json:"implied,omitempty"`
@@ -199,4 +202,13 @@ type join struct {
 	onDisk  bool
 
 	mount atomic.Pointer[os.File] // the mount of a merged image
+}
+
+// RejectsContent reports whether an error is due to the content of a layer.
+func RejectsContent(err error) bool {
+	switch unpack.CodeOf(err) {
+	case unpack.FailedPrecondition, unpack.MoreMemory, unpack.MoreWindow:
+		return true
+	}
+	return errdefs.Code(err) == codes.InvalidArgument || errors.Is(err, ErrTooLarge)
 }

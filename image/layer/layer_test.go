@@ -13,7 +13,6 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
-
 	"google.golang.org/grpc/codes"
 
 	"berth/image/unpack"

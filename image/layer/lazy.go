@@ -16,8 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
-	"berth/checkpoint"
-	"berth/image/lazy"
+	"berth/checkpoint/record"
+	"berth/image/lazy/fill"
 	"berth/image/lazy/index"
 	"berth/image/unpack"
 	"berth/internal/cleanup"
@@ -37,23 +37,23 @@ const (
 // Lazy is what a Store needs for layers that are used before they are complete.
 type Lazy struct {
 	// Engine fills them. The caller starts it after OpenLazy and closes it after Store.Close.
-	Engine *lazy.Engine
-	// Fill returns the Filler of a layer that an earlier Store has created. claim is nil if its
-	// index needs no proof.
-	Fill func(from Source, x *index.Index, claim *Claim) Filler
+	Engine *fill.Engine
+	// Fill returns the Filler of a layer that an earlier Store has created. toc is nil if this node
+	// has made the index.
+	Fill func(from Source, x *index.Index, toc *TOC) Filler
 	// Done, if not nil, is called once for each layer: with nil when the layer l is complete, or
 	// with the error DataLoss if it cannot be completed. The latter means that its index is wrong.
-	// The layer exists until it is removed, and reads of its missing content fail. claim is nil if
-	// its index needed no proof. Done must not call the Store.
-	Done func(from Source, l *lazy.Layer, claim *Claim, err error)
+	// The layer exists until it is removed, and reads of its missing content fail. toc is nil if
+	// this node has made the index. Done must not call the Store.
+	Done func(from Source, l *fill.Layer, toc *TOC, err error)
 }
 
 // Filler fills one layer. See package lazy.
 type Filler struct {
-	Source   lazy.Source
-	Inflater func() (lazy.Inflater, error)
-	// Prove is not nil for a layer with a Claim. It calls Store.Prove.
-	Prove lazy.Prove
+	Source   fill.Source
+	Inflater func() (fill.Inflater, error)
+	// Prove is not nil for a layer with a TOC. It calls Store.Prove.
+	Prove fill.Prove
 }
 
 // OpenLazy is Open for a Merger, with incomplete layers. It adds the layers of an earlier Store to
@@ -74,10 +74,10 @@ type lazyLayers struct {
 
 // lazyLayer is an incomplete layer.
 type lazyLayer struct {
-	*lazy.Layer
+	*fill.Layer
 	from      Source
 	indexSize int64
-	claim     *Claim // nil: its index needs no proof
+	toc       *TOC // nil: this node has made its index
 }
 
 func newLazyLayers(with Lazy) *lazyLayers {
@@ -99,12 +99,12 @@ func (z *lazyLayers) put(name digest.Digest, l *lazyLayer) {
 	z.layers[name] = l
 }
 
-// claimedBytes returns the length of the indexes of layers with a claim.
-func (z *lazyLayers) claimedBytes() (sum int64) {
+// tocBytes returns the length of the indexes of layers with a TOC.
+func (z *lazyLayers) tocBytes() (sum int64) {
 	z.mu.Lock()
 	defer z.mu.Unlock()
 	for _, l := range z.layers {
-		if l.claim != nil {
+		if l.toc != nil {
 			sum += l.indexSize
 		}
 	}
@@ -152,23 +152,24 @@ func (z *lazyLayers) end() error {
 }
 
 // Lazy returns an incomplete layer, or nil if the layer is complete or does not exist.
-func (s *Store) Lazy(name digest.Digest) *lazy.Layer {
+func (s *Store) Lazy(name digest.Digest) *fill.Layer {
 	if l := s.lazy.get(name); l != nil {
 		return l.Layer
 	}
 	return nil
 }
 
-// Claimed returns the Claim of an incomplete layer, or nil if its index needs no proof.
-func (s *Store) Claimed(name digest.Digest) *Claim {
+// TOC returns the table of contents that the index of an incomplete layer was made of, or nil if
+// this node has made the index of the whole blob.
+func (s *Store) TOC(name digest.Digest) *TOC {
 	if l := s.lazy.get(name); l != nil {
-		return l.claim
+		return l.toc
 	}
 	return nil
 }
 
 // Incomplete reports whether a layer of a chain is incomplete. A container on it must hold the
-// files of lazy.Engine.Keep.
+// files of fill.Engine.Keep.
 func (s *Store) Incomplete(names []digest.Digest) bool {
 	for _, name := range names {
 		if s.Lazy(name) != nil {
@@ -178,7 +179,7 @@ func (s *Store) Incomplete(names []digest.Digest) bool {
 	return false
 }
 
-// Keep returns the files that a container on a chain of layers must hold open (lazy.Engine.Keep),
+// Keep returns the files that a container on a chain of layers must hold open (fill.Engine.Keep),
 // or nil if all layers are complete.
 func (s *Store) Keep(names []digest.Digest) []*os.File {
 	if !s.Incomplete(names) {
@@ -190,12 +191,12 @@ func (s *Store) Keep(names []digest.Digest) []*os.File {
 
 // CreateLazy creates a layer from the index of its blob alone. When it returns, the layer is
 // visible and durable and can be used. The Engine fetches its content in the background and where
-// it is read. claim is nil if this node has made the index of the blob. Then a layer that exists,
-// complete or not, is no error. With a claim the error is ErrThere: the claim shows nothing about
+// it is read. toc is nil if this node has made the index of the blob. Then a layer that exists,
+// complete or not, is no error. With a toc the error is ErrThere: the table shows nothing about
 // that layer, so the caller checks whether its pull may use it. Errors: FailedPrecondition for a
 // Store without an Engine, InvalidArgument if the index is one of another blob or tar, DataLoss if
 // it is damaged, ResourceExhausted if the disk's reserve would be used.
-func (s *Store) CreateLazy(ctx context.Context, from Source, x *index.Index, claim *Claim, fill Filler) error {
+func (s *Store) CreateLazy(ctx context.Context, from Source, x *index.Index, toc *TOC, fill Filler) error {
 	if s.lazy == nil {
 		return errdefs.FailedPrecondition("layer store %s has no engine for incomplete layers", s.root)
 	}
@@ -203,11 +204,11 @@ func (s *Store) CreateLazy(ctx context.Context, from Source, x *index.Index, cla
 		return errdefs.InvalidArgument("index of blob %s with tar %s for layer %s of %s",
 			x.Blob, x.DiffID, from.DiffID, from.Blob)
 	}
-	if (claim != nil) != (fill.Prove != nil) {
-		return errdefs.Internal("layer %s has a claim without a proof, or a proof without a claim", from.DiffID)
+	if x.OfChunks() != (toc != nil) {
+		return errdefs.Internal("layer %s: only an index of chunks has a table of contents", from.DiffID)
 	}
 	if s.Has(from.Name()) {
-		return thereUnless(claim == nil)
+		return thereUnless(toc == nil)
 	}
 	encoded, err := x.Encode()
 	if err != nil {
@@ -216,13 +217,13 @@ func (s *Store) CreateLazy(ctx context.Context, from Source, x *index.Index, cla
 	if err := s.HasRoom(uint64(len(encoded)+len(x.Tree)+len(x.Record)), 0); err != nil {
 		return err
 	}
-	l := &lazyLayer{from: from, indexSize: int64(len(encoded)), claim: claim}
+	l := &lazyLayer{from: from, indexSize: int64(len(encoded)), toc: toc}
 	info := lazyInfo(from, x)
 	err = s.build(from.Name().Encoded(), layerKind, func(tmp string) (any, error) {
-		return record{Info: info}, writeLazy(tmp, x, encoded, claim)
+		return layerRecord{Info: info}, writeLazy(tmp, x, encoded, toc)
 	}, func(tmp string) error { return s.admitLazy(ctx, tmp, info, x, l, fill) })
 	if errors.Is(err, ErrThere) {
-		return thereUnless(claim == nil)
+		return thereUnless(toc == nil)
 	}
 	if err != nil {
 		return coded(fmt.Errorf("layer %s: %w", from.DiffID, err))
@@ -237,12 +238,12 @@ func thereUnless(own bool) error {
 	return ErrThere
 }
 
-// ClaimedBytes returns the length of the indexes of all layers with a claim. They are in memory.
-func (s *Store) ClaimedBytes() int64 {
+// TOCBytes returns the length of the indexes of all layers with a TOC. They are in memory.
+func (s *Store) TOCBytes() int64 {
 	if s.lazy == nil {
 		return 0
 	}
-	return s.lazy.claimedBytes()
+	return s.lazy.tocBytes()
 }
 
 // lazyInfo returns the description that the layer has when it is complete, but marked as
@@ -255,9 +256,9 @@ func lazyInfo(from Source, x *index.Index) Info {
 }
 
 // writeLazy writes the files of an incomplete layer.
-func writeLazy(dir string, x *index.Index, encoded []byte, claim *Claim) error {
-	if claim != nil {
-		if err := writeClaim(dir, claim); err != nil {
+func writeLazy(dir string, x *index.Index, encoded []byte, toc *TOC) error {
+	if toc != nil {
+		if err := writeTOC(dir, toc); err != nil {
 			return err
 		}
 	}
@@ -271,7 +272,7 @@ func writeLazy(dir string, x *index.Index, encoded []byte, claim *Claim) error {
 		}
 		failpoint.Reach("layer.lazy-written")
 	}
-	return lazy.Prepare(dir, x)
+	return fill.Prepare(dir, x)
 }
 
 // readLazy reads what writeLazy has written, and returns the size of the index's file. The error
@@ -331,7 +332,7 @@ func (s *Store) awaitComplete(l *lazyLayer) {
 	case <-l.Done():
 	}
 	err := l.Err()
-	if errors.Is(err, lazy.ErrClosed) {
+	if errors.Is(err, fill.ErrClosed) {
 		return // removed; another error counts even then, because the index is wrong
 	}
 	if err == nil {
@@ -343,7 +344,7 @@ func (s *Store) awaitComplete(l *lazyLayer) {
 		}
 	}
 	if s.lazy.Lazy.Done != nil {
-		s.lazy.Lazy.Done(l.from, l.Layer, l.claim, err)
+		s.lazy.Lazy.Done(l.from, l.Layer, l.toc, err)
 	}
 }
 
@@ -388,7 +389,7 @@ func (s *Store) settle(ctx context.Context, l *lazyLayer) error {
 
 // dropLazyFiles removes the files that a complete layer does not need.
 func dropLazyFiles(dir string) (err error) {
-	for _, name := range []string{indexFile, lazy.FilledFile, lazy.BlobFile, claimFile} {
+	for _, name := range []string{indexFile, fill.FilledFile, fill.BlobFile, tocFile} {
 		failpoint.Reach("layer.remove-lazy-file")
 		if failed := os.Remove(filepath.Join(dir, name)); failed != nil && !errors.Is(failed, fs.ErrNotExist) {
 			err = errors.Join(err, failed)
@@ -413,7 +414,7 @@ func (s *Store) forgetLazy(name digest.Digest) error {
 	return err
 }
 
-// Retire sets an incomplete layer aside that cannot be completed (lazy.Layer.Err), so that it can
+// Retire sets an incomplete layer aside that cannot be completed (fill.Layer.Err), so that it can
 // be created again. Containers keep the retired one, and reads of its missing content fail. Retire
 // does nothing about other layers.
 func (s *Store) Retire(name digest.Digest) error {
@@ -446,7 +447,7 @@ func (s *Store) Retire(name digest.Digest) error {
 // Retired reports whether a layer of a chain was set aside while it was incomplete. Containers may
 // use that one in place of the present one.
 func (s *Store) Retired(names []digest.Digest) (bool, error) {
-	entries, err := os.ReadDir(filepath.Join(s.root, lazyDir, checkpoint.SetAsideDir))
+	entries, err := os.ReadDir(filepath.Join(s.root, lazyDir, record.SetAsideDir))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return false, err
 	}
@@ -535,11 +536,11 @@ func (s *Store) loadIncomplete(path string) error {
 	if x.Blob != info.Blob || x.DiffID != info.DiffID {
 		return fmt.Errorf("its index is one of blob %s with tar %s", x.Blob, x.DiffID)
 	}
-	claim, err := readClaim(path)
+	toc, err := readTOC(path)
 	if err != nil {
 		return err
 	}
-	fill := s.lazy.Fill(info.Source, x, claim)
+	fill := s.lazy.Fill(info.Source, x, toc)
 	l, err := s.lazy.Engine.Add(path, x, fill.Source, fill.Inflater, fill.Prove)
 	if err != nil && errdefs.Code(err) != codes.DataLoss {
 		return &fs.PathError{Op: "fill", Path: path, Err: err} // not a fault of the layer: see mayBeGood
@@ -548,7 +549,7 @@ func (s *Store) loadIncomplete(path string) error {
 		return err
 	}
 	info.Incomplete = true
-	s.lazy.put(info.Name, &lazyLayer{l, info.Source, indexSize, claim})
+	s.lazy.put(info.Name, &lazyLayer{l, info.Source, indexSize, toc})
 	s.layers.Add(info.Name, &info)
 	return nil
 }

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"io/fs"
 	"os"
@@ -16,15 +15,12 @@ import (
 	"testing"
 
 	"github.com/opencontainers/go-digest"
-	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/lazy"
+	"berth/image/lazy/fill"
 	"berth/image/lazy/index"
 	"berth/image/tree"
 	"berth/image/unpack"
-	"berth/image/unpack/checksum"
-	"berth/image/unpack/tarsplit"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 	"berth/internal/safefs"
@@ -35,7 +31,7 @@ import (
 type lazyWorld struct {
 	t      testing.TB
 	root   string
-	engine *lazy.Engine
+	engine *fill.Engine
 	s      *Store
 	source *gate
 	done   chan error
@@ -52,13 +48,13 @@ type gate struct {
 	store      func() *Store
 }
 
-func (g *gate) fill(from Source, x *index.Index, claim *Claim) Filler {
+func (g *gate) fill(from Source, x *index.Index, toc *TOC) Filler {
 	kind := x.Kind
-	f := Filler{Source: gated{g, g.tars[from.Blob]}, Inflater: func() (lazy.Inflater, error) { return ownInflater(kind), nil }}
-	if claim != nil {
-		f.Prove = func(ctx context.Context, tar *io.SectionReader) error {
+	f := Filler{Source: gated{g, g.tars[from.Blob]}, Inflater: func() (fill.Inflater, error) { return ownInflater(kind), nil }}
+	if toc != nil {
+		f.Prove = func(ctx context.Context, blob *io.SectionReader) error {
 			g.proofs.Add(1)
-			_, err := g.store().Prove(ctx, from.Name(), tar, unpack.Limits{})
+			err := g.store().Prove(ctx, from.Name(), blob, unpack.Limits{})
 			if err == nil && g.afterProof != nil {
 				err = g.afterProof(ctx)
 			}
@@ -88,7 +84,7 @@ type gated struct {
 	blob []byte
 }
 
-// Range implements lazy.Source.
+// Range implements fill.Source.
 func (g gated) Range(ctx context.Context, offset, size int64) (io.ReadCloser, error) {
 	select {
 	case <-g.now():
@@ -111,14 +107,14 @@ func newLazyWorld(t testing.TB) *lazyWorld {
 // open opens the store, as a daemon does.
 func (w *lazyWorld) open() {
 	w.t.Helper()
-	engine, err := lazy.Open(lazy.Config{Dir: filepath.Dir(w.root), Log: discardLog()})
+	engine, err := fill.Open(fill.Config{Dir: filepath.Dir(w.root), Log: discardLog()})
 	if errors.Is(err, errors.ErrUnsupported) {
 		w.t.Skip("NOT TESTED: ", err)
 	}
 	testutil.Must(w.t, err)
 	w.engine = engine
 	w.s, err = OpenLazy(w.root, NewEROFS(unpack.Pack, 0), Reserve{}, Lazy{Engine: engine, Fill: w.source.fill,
-		Done: func(_ Source, _ *lazy.Layer, _ *Claim, err error) { w.done <- err }}, nil, discardLog())
+		Done: func(_ Source, _ *fill.Layer, _ *TOC, err error) { w.done <- err }}, nil, discardLog())
 	testutil.Must(w.t, err)
 	engine.Start()
 }
@@ -347,7 +343,7 @@ func TestLazyLayerCrashes(t *testing.T) {
 			testutil.Must(t, <-w.done)
 			w.close()
 			w.source.shut()
-			for _, f := range []string{indexFile, lazy.FilledFile} {
+			for _, f := range []string{indexFile, fill.FilledFile} {
 				testutil.Must(t, os.WriteFile(filepath.Join(w.root, layersDir, hex(name), f), nil, 0o600))
 			}
 		},
@@ -438,156 +434,88 @@ func TestCreateLazyErrors(t *testing.T) {
 	testutil.Must(t, w.s.CreateLazy(t.Context(), from, x, nil, Filler{})) // it exists
 }
 
-// claim makes an index one of another node, which is proven in the Store w.s.
-func (w *lazyWorld) claimed(from Source, x *index.Index) (*Claim, Filler) {
-	claim := &Claim{Peer: "192.0.2.1:80", Registry: "r.test", Profile: []int{1}}
-	return claim, w.source.fill(from, x, claim)
+// claimed returns an incomplete layer whose index another node has made, as earlier versions of
+// berth left it.
+func (w *lazyWorld) claimed(data []byte) digest.Digest {
+	w.t.Helper()
+	name, _ := w.create(data)
+	claim := []byte(`{"peer":"192.0.2.1:80","registry":"r.test","profile":[1]}`)
+	testutil.Must(w.t, os.WriteFile(filepath.Join(w.s.layerDir(name), tocFile), claim, 0o600))
+	return name
 }
 
-// The index of another node is proven before the layer is complete, also by the next Store.
-func TestClaimIsProven(t *testing.T) {
-	for name, restarted := range map[string]bool{"same store": false, "restart": true} {
+// A layer whose index another node has made is not used, nor is one whose TOC is damaged. Its
+// content cannot be read by containers that have it mounted.
+func TestUnprovenLayerIsSetAside(t *testing.T) {
+	for name, create := range map[string]func(w *lazyWorld) digest.Digest{
+		"index of another node": func(w *lazyWorld) digest.Digest { return w.claimed(bigTar(t, "one")) },
+		"damaged TOC": func(w *lazyWorld) digest.Digest {
+			name := w.createByTable(tableOf(t, "one"), nil).Name()
+			testutil.Must(t, os.Truncate(filepath.Join(w.s.layerDir(name), tocFile), 3))
+			return name
+		},
+		"lost TOC": func(w *lazyWorld) digest.Digest {
+			name := w.createByTable(tableOf(t, "one"), nil).Name()
+			testutil.Must(t, os.Remove(filepath.Join(w.s.layerDir(name), tocFile)))
+			return name
+		},
+	} {
 		t.Run(name, func(t *testing.T) {
 			w := newLazyWorld(t)
-			x, from, eager := w.index(bigTar(t, "one", "two", "d/three"))
-			claim, fill := w.claimed(from, x)
-			testutil.Must(t, w.s.CreateLazy(t.Context(), from, x, claim, fill))
-			if restarted {
-				w.reopen()
+			name := create(w)
+			w.reopen()
+			if w.s.Has(name) {
+				t.Error("it is used")
 			}
-			if got := w.s.Claimed(from.Name()); got == nil || got.Peer != claim.Peer || !slices.Equal(got.Profile, claim.Profile) {
-				t.Errorf("claim %+v", got)
+			aside := filepath.Join(w.root, lazyDir, "set-aside")
+			if got := entries(t, aside); len(got) != 1 {
+				t.Fatalf("set aside: %q", got)
 			}
-			w.source.release()
-			testutil.Must(t, <-w.done)
-			if n := w.source.proofs.Load(); n != 1 {
-				t.Errorf("%d proofs", n)
+			if _, err := os.ReadFile(filepath.Join(aside, entries(t, aside)[0], dataFile)); err == nil {
+				t.Error("its data can be read")
 			}
-			w.checkComplete(from.Name(), eager, "")
-			if w.s.Claimed(from.Name()) != nil {
-				t.Error("it still has a claim")
-			}
-			testutil.Eventually(t, "the trash is empty", func() bool { return len(entries(t, filepath.Join(w.root, trashDir))) == 0 })
-			expectEmpty(t, filepath.Join(w.root, tmpDir))
 		})
 	}
 }
 
-// Whatever an index says that is not true of the tar is found.
-func TestFalseClaims(t *testing.T) {
-	data := bigTar(t, "one", "two", "d/three")
-	for name, change := range map[string]func(t *testing.T, x *index.Index){
-		"mode of a file": func(t *testing.T, x *index.Index) {
-			root := decodeTree(t, x.Tree)
-			root.Children["one"].Mode |= unix.S_ISUID
-			x.Tree = encodeTree(t, root)
-		},
-		"name of a file": func(t *testing.T, x *index.Index) {
-			root := decodeTree(t, x.Tree)
-			root.Children["sh"] = root.Children["one"]
-			delete(root.Children, "one")
-			x.Tree = encodeTree(t, root)
-		},
-		"contents swapped": func(t *testing.T, x *index.Index) {
-			root := decodeTree(t, x.Tree)
-			root.Children["one"].Data, root.Children["two"].Data = root.Children["two"].Data, root.Children["one"].Data
-			x.Tree = encodeTree(t, root)
-		},
-		"content that is not in the tar's place": func(t *testing.T, x *index.Index) { x.Record = literalRecord(t, data) },
-		"more data":                              func(_ *testing.T, x *index.Index) { x.DataSize += 4096 },
-		"whiteouts":                              func(_ *testing.T, x *index.Index) { x.Summary.Whiteouts++ },
-		"opaque":                                 func(_ *testing.T, x *index.Index) { x.Summary.Opaque = true },
-		"checksum":                               func(_ *testing.T, x *index.Index) { x.Summary.Sum = checksum.Sum{} },
-	} {
-		for _, restarted := range []bool{false, true} {
-			t.Run(fmt.Sprint(name, " restarted ", restarted), func(t *testing.T) {
-				w := newLazyWorld(t)
-				x, from, _ := w.index(data)
-				change(t, x)
-				x.TreeDigest, x.RecordDigest = digest.FromBytes(x.Tree), digest.FromBytes(x.Record)
-				claim, fill := w.claimed(from, x)
-				testutil.Must(t, w.s.CreateLazy(t.Context(), from, x, claim, fill))
-				if restarted {
-					w.reopen()
-				}
-				w.source.release()
-				testutil.WantError(t, <-w.done, codes.DataLoss)
-				if info, err := w.s.Info(from.Name()); err != nil || !info.Incomplete {
-					t.Errorf("%+v, %v", info, err)
-				}
-				if got := <-w.reads("two", from.Name()); strings.HasPrefix(got, "two") {
-					t.Error("its content can be read")
-				}
-				testutil.Must(t, w.s.Retire(from.Name()))
-			})
-		}
-	}
-}
-
-// A layer with a claim cannot be created without a proof, nor the reverse.
-func TestClaimNeedsProof(t *testing.T) {
+// Only an index of chunks has a table of contents.
+func TestOwnIndexHasNoTOC(t *testing.T) {
 	w := newLazyWorld(t)
 	x, from, _ := w.index(bigTar(t, "one"))
-	claim, fill := w.claimed(from, x)
-	testutil.WantError(t, w.s.CreateLazy(t.Context(), from, x, nil, fill), codes.Internal)
-	testutil.WantError(t, w.s.CreateLazy(t.Context(), from, x, claim, w.source.fill(from, x, nil)), codes.Internal)
+	toc := &TOC{Registry: "r.test", Name: "table"}
+	testutil.WantError(t, w.s.CreateLazy(t.Context(), from, x, toc, w.source.fill(from, x, toc)), codes.Internal)
 }
 
-// A damaged claim does not make the index a proven one.
-func TestDamagedClaim(t *testing.T) {
+// Layers that are not proven are found when their store is not open, also those set aside, and
+// those whose TOC is damaged.
+func TestUnproven(t *testing.T) {
 	w := newLazyWorld(t)
-	x, from, _ := w.index(bigTar(t, "one"))
-	claim, fill := w.claimed(from, x)
-	testutil.Must(t, w.s.CreateLazy(t.Context(), from, x, claim, fill))
-	path := filepath.Join(w.s.layerDir(from.Name()), claimFile)
+	ofNode := w.claimed(bigTar(t, "one"))
+	ofTable := w.createByTable(tableOf(t, "two"), nil).Name()
+	damaged := w.createByTable(tableOf(t, "three"), nil).Name()
+	w.create(bigTar(t, "four")) // needs no proof
 	w.close()
-	testutil.Must(t, os.Truncate(path, 3))
-	w.open()
-	if w.s.Has(from.Name()) {
-		t.Error("it is used")
-	}
-}
-
-// The claims of layers are found when their store is not open, also of those set aside, and of
-// those whose claim is damaged.
-func TestClaims(t *testing.T) {
-	w := newLazyWorld(t)
-	var names []digest.Digest
-	for i, file := range []string{"one", "two", "three"} {
-		x, from, _ := w.index(bigTar(t, file))
-		claim, fill := w.claimed(from, x)
-		if i == 2 {
-			claim, fill = nil, w.source.fill(from, x, nil)
-		}
-		testutil.Must(t, w.s.CreateLazy(t.Context(), from, x, claim, fill))
-		names = append(names, from.Name())
-	}
-	check := func(what string, got map[digest.Digest]*Claim, want map[digest.Digest]string) {
+	testutil.Must(t, os.Truncate(filepath.Join(w.root, lazyDir, damaged.Encoded(), tocFile), 3))
+	check := func(what string, got []digest.Digest, want ...digest.Digest) {
 		t.Helper()
-		for name, peer := range want {
-			if got[name] == nil || got[name].Peer != peer {
-				t.Errorf("%s: layer %s has the claim %+v", what, name, got[name])
-			}
-		}
-		if len(got) != len(want) {
-			t.Errorf("%s: %d claims", what, len(got))
+		slices.Sort(got)
+		slices.Sort(want)
+		if !slices.Equal(got, want) {
+			t.Errorf("%s: %v, want %v", what, got, want)
 		}
 	}
-	w.close()
-	testutil.Must(t, os.Truncate(filepath.Join(w.root, lazyDir, names[1].Encoded(), claimFile), 3))
-	placed, aside, err := Claims(w.root)
+	placed, aside, err := Unproven(w.root)
 	testutil.Must(t, err)
-	check("placed", placed, map[digest.Digest]string{names[0]: "192.0.2.1:80", names[1]: ""})
-	check("aside", aside, nil)
-	testutil.Must(t, os.Truncate(filepath.Join(w.root, lazyDir, names[0].Encoded(), indexFile), 3))
+	check("placed", placed, ofNode, ofTable, damaged)
+	check("aside", aside)
 	w.open()
 	w.close()
-	placed, aside, err = Claims(w.root)
+	placed, aside, err = Unproven(w.root)
 	testutil.Must(t, err)
-	check("placed", placed, nil)
-	check("aside", aside, map[digest.Digest]string{names[0]: "192.0.2.1:80", names[1]: ""})
+	check("placed", placed, ofTable)
+	check("aside", aside, ofNode, damaged)
 	w.open()
-	if placed, aside, err := Claims(t.TempDir()); err != nil || len(placed)+len(aside) > 0 {
+	if placed, aside, err := Unproven(t.TempDir()); err != nil || len(placed)+len(aside) > 0 {
 		t.Errorf("of no store: %v, %v, %v", placed, aside, err)
 	}
 }
@@ -603,19 +531,5 @@ func encodeTree(t *testing.T, root *tree.Node) []byte {
 	t.Helper()
 	var b bytes.Buffer
 	testutil.Must(t, tree.Encode(&b, root))
-	return b.Bytes()
-}
-
-// literalRecord is a record of a tar that refers to no content of the layer.
-func literalRecord(t *testing.T, tar []byte) []byte {
-	t.Helper()
-	var b bytes.Buffer
-	r := tarsplit.NewRecorder(bytes.NewReader(tar), &b)
-	_, err := io.Copy(io.Discard, r)
-	testutil.Must(t, err)
-	kept, err := r.Finish()
-	if err != nil || !kept {
-		t.Fatal(kept, err)
-	}
 	return b.Bytes()
 }

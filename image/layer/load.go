@@ -11,7 +11,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/identity"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/rootfs"
@@ -95,7 +95,7 @@ func (s *Store) loadDir(folder string, load func(path string) error) error {
 	}
 	for _, e := range entries {
 		path := filepath.Join(s.root, folder, e.Name())
-		if e.Name() == checkpoint.SetAsideDir {
+		if e.Name() == record.SetAsideDir {
 			s.aside.Store(true)
 			continue
 		}
@@ -116,7 +116,7 @@ func (s *Store) loadDir(folder string, load func(path string) error) error {
 // setAside moves an unusable layer to the set-aside folder. It does not delete the layer, because
 // containers of an earlier daemon may run on it, see DropSetAside.
 func (s *Store) setAside(path string, reason error) error {
-	moved, err := checkpoint.SetAside(path)
+	moved, err := record.SetAside(path)
 	s.log.Error("unusable layer set aside; its images must be pulled again", "path", moved,
 		"error", errors.Join(reason, err))
 	if err != nil {
@@ -141,7 +141,7 @@ func (s *Store) DropSetAside(inUse [][]digest.Digest) error {
 	}
 	var failed []error
 	for _, folder := range []string{layersDir, joinsDir, lazyDir} {
-		left, err := s.dropSetAside(filepath.Join(s.root, folder, checkpoint.SetAsideDir), needed)
+		left, err := s.dropSetAside(filepath.Join(s.root, folder, record.SetAsideDir), needed)
 		if left || err != nil {
 			s.aside.Store(true) // try again next time
 		}

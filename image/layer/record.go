@@ -11,7 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 )
 
 // recordFile is the name of the record in the directory of a layer or join. It has the format of
@@ -28,8 +28,8 @@ const (
 // errNewer is wrapped by the error for a record of a newer berth.
 var errNewer = errors.New("written by a newer berth")
 
-func writeRecord(dir, kind string, record any) error {
-	data, err := checkpoint.Encode(kind, recordVersion, record)
+func writeRecord(dir, kind string, value any) error {
+	data, err := record.Encode(kind, recordVersion, value)
 	if err != nil {
 		return fmt.Errorf("encode record: %w", err)
 	}
@@ -37,22 +37,22 @@ func writeRecord(dir, kind string, record any) error {
 }
 
 // readRecord decodes the record of the given kind in dir.
-func readRecord(dir, kind string, record any) error {
+func readRecord(dir, kind string, value any) error {
 	data, err := os.ReadFile(filepath.Join(dir, recordFile))
 	if err != nil {
 		return err
 	}
 	if bytes.HasPrefix(data, []byte("{")) {
-		return json.Unmarshal(data, record)
+		return json.Unmarshal(data, value)
 	}
-	version, body, err := checkpoint.Decode(kind, data)
+	version, body, err := record.Decode(kind, data)
 	if err != nil {
 		return err
 	}
 	if version > recordVersion {
 		return fmt.Errorf("%w: schema version %d, this berth supports %d", errNewer, version, recordVersion)
 	}
-	return json.Unmarshal(body, record)
+	return json.Unmarshal(body, value)
 }
 
 // mayBeGood reports whether a record may be valid despite an error of readRecord: memory or

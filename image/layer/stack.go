@@ -133,7 +133,7 @@ func (s *Store) recordEmpty(j *join) bool {
 // part reads the record of a layer for Join.
 func (s *Store) part(name digest.Digest) (Part, error) {
 	dir := s.layerDir(name)
-	var r record
+	var r layerRecord
 	if err := readRecord(dir, layerKind, &r); err != nil {
 		return Part{}, fmt.Errorf("read record of layer %s: %w", name, err)
 	}

@@ -241,7 +241,7 @@ func (s *Store) CreateFile(ctx context.Context, from Source, file File, limits u
 // create creates a layer. check validates the result and returns the length of the tar.
 func (s *Store) create(ctx context.Context, from Source, blob io.Reader, job unpack.Job,
 	check func(unpack.Result) (tarBytes int64, err error)) error {
-	var made record
+	var made layerRecord
 	count := &tally{sum: &s.making}
 	defer count.end()
 	job.Algorithm, job.Progress = from.DiffID.Algorithm(), count.more
@@ -279,7 +279,7 @@ func (t *tally) more(n int) {
 
 func (t *tally) end() { t.sum.Add(-t.n.Load()) }
 
-// ErrThere is wrapped by the error of CreateLazy with a claim if the layer exists.
+// ErrThere is wrapped by the error of CreateLazy with a TOC if the layer exists.
 var ErrThere = errors.New("layer exists")
 
 // admit makes the layer in tmp visible unless another call has made the same one.
@@ -318,11 +318,11 @@ func (s *Store) apply(
 
 // recordOf returns the record of the layer in dir.
 func (s *Store) recordOf(ctx context.Context, dir string, from Source, limits unpack.Limits, made unpack.Result,
-	tarBytes int64) (_ record, err error) {
+	tarBytes int64) (_ layerRecord, err error) {
 	info := Info{Name: from.Name(), Source: from, TarBytes: tarBytes, Kind: s.driver.Kind(), Summary: made.Summary}
 	info.PendingLinks, info.ImpliedDirs = len(made.Links), len(made.Implied)
 	if info.Record, err = recordSize(dir); err != nil {
-		return record{}, err
+		return layerRecord{}, err
 	}
 	if made.Digest != from.DiffID {
 		info.TarDigest = made.Digest
@@ -330,7 +330,7 @@ func (s *Store) recordOf(ctx context.Context, dir string, from Source, limits un
 	if s.merger != nil {
 		info.Tree, err = s.merger.TreeDigest(ctx, dir, limits.WithDefaults().Memory)
 	}
-	return record{info, made.Links, made.Implied}, err
+	return layerRecord{info, made.Links, made.Implied}, err
 }
 
 // errInTheWay is the reason that setAside logs for a layer that Open could not move.

@@ -22,7 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
@@ -486,17 +486,17 @@ func TestOpenKeepsUnreadableRecords(t *testing.T) {
 	testutil.Must(t, err)
 	id := create(t, s, makeTar(t, file("a", "1")))
 	testutil.Must(t, s.Close())
-	record := filepath.Join(s.layerDir(id), recordFile)
-	good, err := os.ReadFile(record)
+	path := filepath.Join(s.layerDir(id), recordFile)
+	good, err := os.ReadFile(path)
 	testutil.Must(t, err)
 
-	newer, err := checkpoint.Encode(layerKind, recordVersion+1, struct{}{})
+	newer, err := record.Encode(layerKind, recordVersion+1, struct{}{})
 	testutil.Must(t, err)
-	testutil.Must(t, os.WriteFile(record, newer, 0o600))
+	testutil.Must(t, os.WriteFile(path, newer, 0o600))
 	if _, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, nil, discardLog()); err == nil || !strings.Contains(err.Error(), "written by a newer berth") {
 		t.Errorf("the record of a newer berth: %v", err)
 	}
-	testutil.Must(t, os.WriteFile(record, good, 0o600))
+	testutil.Must(t, os.WriteFile(path, good, 0o600))
 	var limit unix.Rlimit
 	testutil.Must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
 	testutil.Must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 3, Max: limit.Max}))
@@ -511,7 +511,7 @@ func TestOpenKeepsUnreadableRecords(t *testing.T) {
 	}{
 		{&os.PathError{Err: unix.ENFILE}, true}, {&os.PathError{Err: unix.ENOMEM}, true}, {&os.PathError{Err: unix.EACCES}, true},
 		{&os.PathError{Err: unix.ENOENT}, false}, {&os.PathError{Err: unix.EIO}, false}, {&os.PathError{Err: unix.EUCLEAN}, false},
-		{fmt.Errorf("x: %w", checkpoint.ErrCorrupt), false}, {fmt.Errorf("x: %w", errNewer), true},
+		{fmt.Errorf("x: %w", record.ErrCorrupt), false}, {fmt.Errorf("x: %w", errNewer), true},
 	} {
 		if mayBeGood(tt.err) != tt.want {
 			t.Errorf("%v: a record that may be good: %v", tt.err, !tt.want)

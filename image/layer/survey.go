@@ -12,7 +12,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/identity"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/image/unpack/checksum"
 	"berth/internal/diskusage"
 	"berth/internal/rootfs"
@@ -97,7 +97,7 @@ func (s *Survey) Usage() (sum Usage) {
 
 // addSetAside adds the content of path if it is a set-aside folder.
 func (s *Survey) addSetAside(path string) bool {
-	if filepath.Base(path) != checkpoint.SetAsideDir {
+	if filepath.Base(path) != record.SetAsideDir {
 		return false
 	}
 	entries, err := os.ReadDir(path)
@@ -152,8 +152,8 @@ func (s *Survey) addJoin(path string) {
 }
 
 // read decodes the record in a directory and reports whether it is usable.
-func (s *Survey) read(path, kind string, record any) bool {
-	err := readRecord(path, kind, record)
+func (s *Survey) read(path, kind string, value any) bool {
+	err := readRecord(path, kind, value)
 	if err == nil {
 		return true
 	}

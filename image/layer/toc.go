@@ -16,7 +16,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/erofs"
-	"berth/image/lazy"
+	"berth/image/lazy/fill"
 	"berth/image/tree"
 	"berth/image/unpack"
 	"berth/image/unpack/tarsplit"
@@ -80,18 +80,20 @@ func (s *Store) outlineIn(ctx context.Context, tmp string, from Source, tar io.R
 	return made, err
 }
 
-// proveBlob is Prove for a layer whose claim is a table of contents: blob is the whole blob, which
-// has the right digest. Besides what Prove compares, it restores the tar from the content that was
-// filled, because the table also says where in the blob each content is.
+// Prove shows that the table of contents of an incomplete layer is true. It unpacks the blob, which
+// has the right digest, and compares tree, length of the data and summary. It does not write the
+// content of files again. It restores the tar from the content that was filled, because the table
+// also says where in the blob each content is. Errors: DataLoss that wraps fill.ErrWrongIndex if
+// something differs, DataLoss if the blob has no valid layer.
 //
 // The files that it makes replace those of the layer: a table does not have all that a tar has. A
 // crash leaves the old files or the new ones. The next Store proves either again.
-func (s *Store) proveBlob(ctx context.Context, name digest.Digest, blob io.Reader, limits unpack.Limits) error {
+func (s *Store) Prove(ctx context.Context, name digest.Digest, blob io.Reader, limits unpack.Limits) error {
 	info := s.layers.Get(name)
-	if info == nil {
+	if info == nil || s.TOC(name) == nil {
 		return errdefs.NotFound("incomplete layer %s", name)
 	}
-	var made record
+	var made layerRecord
 	err := s.build(name.Encoded(), layerKind, func(tmp string) (any, error) {
 		var err error
 		made, err = s.unpackAgain(ctx, tmp, info, blob, limits)
@@ -105,7 +107,7 @@ func (s *Store) proveBlob(ctx context.Context, name digest.Digest, blob io.Reade
 
 // unpackAgain writes the files of a layer that are proven, and returns its record.
 func (s *Store) unpackAgain(ctx context.Context, tmp string, info *Info, blob io.Reader,
-	limits unpack.Limits) (made record, err error) {
+	limits unpack.Limits) (made layerRecord, err error) {
 	job := unpack.Job{Limits: limits, Algorithm: info.DiffID.Algorithm(), NoData: true}
 	result, err := s.apply(ctx, tmp, info.Source, blob, job)
 	if errdefs.Code(err) == codes.InvalidArgument {
@@ -117,21 +119,21 @@ func (s *Store) unpackAgain(ctx context.Context, tmp string, info *Info, blob io
 	if result.Digest != info.DiffID {
 		return made, errdefs.New(codes.DataLoss, "its tar has the digest %s", result.Digest)
 	}
-	claimed := s.incompleteDir(info.Name)
+	described := s.incompleteDir(info.Name)
 	if result.Opaque != info.Opaque || result.Whiteouts != info.Whiteouts {
 		return made, lies("summary")
 	}
 	treeNow, err := s.merger.TreeDigest(ctx, tmp, limits.WithDefaults().Memory)
 	if err == nil {
-		err = sameSize(filepath.Join(tmp, dataFile), filepath.Join(claimed, dataFile))
+		err = sameSize(filepath.Join(tmp, dataFile), filepath.Join(described, dataFile))
 	}
 	if err == nil && treeNow != info.Tree {
-		err = sameTrees(tmp, claimed)
+		err = sameTrees(tmp, described)
 	}
 	if err != nil {
 		return made, err
 	}
-	if err := takeFiles(tmp, claimed); err != nil {
+	if err := takeFiles(tmp, described); err != nil {
 		return made, err
 	}
 	if err := s.restores(ctx, tmp, info.DiffID, result.TarBytes); err != nil {
@@ -143,11 +145,28 @@ func (s *Store) unpackAgain(ctx context.Context, tmp string, info *Info, blob io
 	return s.recordOf(ctx, tmp, info.Source, limits, result, result.TarBytes)
 }
 
+func lies(what string) error {
+	return errdefs.New(codes.DataLoss, "%w: its layer has another %s", fill.ErrWrongIndex, what)
+}
+
+// sameSize returns DataLoss if two data files have different lengths.
+func sameSize(own, described string) error {
+	a, err := os.Stat(own)
+	if err != nil {
+		return err
+	}
+	b, err := os.Stat(described)
+	if err == nil && a.Size() != b.Size() {
+		return lies("data file")
+	}
+	return err
+}
+
 // sameTrees returns DataLoss if two layers have different trees. A table of contents can have times
 // in whole seconds only.
-func sameTrees(own, claimed string) error {
+func sameTrees(own, described string) error {
 	var roots [2]*tree.Node
-	for i, dir := range []string{own, claimed} {
+	for i, dir := range []string{own, described} {
 		f, err := os.Open(filepath.Join(dir, treeFile))
 		if err != nil {
 			return err
@@ -160,7 +179,7 @@ func sameTrees(own, claimed string) error {
 		most := tree.Limit{Bytes: maxOutlineTree, Memory: maxComparedTree, Blocks: st.Size() / tree.BlockSize}
 		roots[i], _, err = tree.Decode(f, 0, most)
 		if errors.Is(err, tree.ErrTooLarge) {
-			return lies("tree") // the claimed one was within the limits
+			return lies("tree") // the described one was within the limits
 		}
 		if err != nil {
 			return fmt.Errorf("tree of the layer: %w", err)
@@ -174,12 +193,12 @@ func sameTrees(own, claimed string) error {
 
 // sameNodes compares trees. pairs are the nodes that were compared, of both trees: a file can have
 // several names.
-func sameNodes(own, claimed *tree.Node, pairs map[*tree.Node]*tree.Node) bool {
-	if pairs[own] != nil || pairs[claimed] != nil {
-		return pairs[own] == claimed && pairs[claimed] == own
+func sameNodes(own, described *tree.Node, pairs map[*tree.Node]*tree.Node) bool {
+	if pairs[own] != nil || pairs[described] != nil {
+		return pairs[own] == described && pairs[described] == own
 	}
-	pairs[own], pairs[claimed] = claimed, own
-	a, b := *own, *claimed
+	pairs[own], pairs[described] = described, own
+	a, b := *own, *described
 	if !sameTime(&a, &b) || len(a.Children) != len(b.Children) || !slices.Equal(a.Xattrs, b.Xattrs) ||
 		!bytes.Equal(a.Data.Holes, b.Data.Holes) {
 		return false
@@ -194,16 +213,16 @@ func sameNodes(own, claimed *tree.Node, pairs map[*tree.Node]*tree.Node) bool {
 		a.Data.Size == b.Data.Size && a.Data.Block == b.Data.Block && a.Data.ChunkBits == b.Data.ChunkBits
 }
 
-// sameTime reports whether a claimed time is right, or is rounded to seconds.
-func sameTime(own, claimed *tree.Node) bool {
-	a, b := time.Unix(own.Sec, int64(own.Nsec)), time.Unix(claimed.Sec, int64(claimed.Nsec))
-	return a.Equal(b) || claimed.Nsec == 0 && a.Sub(b).Abs() < time.Second
+// sameTime reports whether a described time is right, or is rounded to seconds.
+func sameTime(own, described *tree.Node) bool {
+	a, b := time.Unix(own.Sec, int64(own.Nsec)), time.Unix(described.Sec, int64(described.Nsec))
+	return a.Equal(b) || described.Nsec == 0 && a.Sub(b).Abs() < time.Second
 }
 
 // takeFiles links the content and the files of package lazy of an incomplete layer into another
 // directory, with an index that fits the other files there.
-func takeFiles(own, claimed string) error {
-	x, _, err := readLazy(claimed)
+func takeFiles(own, described string) error {
+	x, _, err := readLazy(described)
 	if err != nil {
 		return err
 	}
@@ -226,9 +245,9 @@ func takeFiles(own, claimed string) error {
 	if err := os.Remove(filepath.Join(own, dataFile)); err != nil {
 		return err
 	}
-	for _, name := range []string{dataFile, lazy.FilledFile, lazy.BlobFile, claimFile} {
+	for _, name := range []string{dataFile, fill.FilledFile, fill.BlobFile, tocFile} {
 		failpoint.Reach("layer.take-file")
-		if err := os.Link(filepath.Join(claimed, name), filepath.Join(own, name)); err != nil {
+		if err := os.Link(filepath.Join(described, name), filepath.Join(own, name)); err != nil {
 			return err
 		}
 	}
@@ -291,6 +310,3 @@ func (s *Store) replaceFiles(ctx context.Context, tmp string, info Info) error {
 	}
 	return s.trash.Take(tmp, Usage{}) // the old files; all but the tree and the record have another name
 }
-
-// claimsTable reports whether a layer's claim is a table of contents.
-func (l *lazyLayer) claimsTable() bool { return l.claim != nil && l.claim.Table != "" }

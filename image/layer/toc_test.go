@@ -3,11 +3,14 @@ package layer
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
 	"berth/image/lazy/index"
@@ -35,8 +38,17 @@ func (o ownInflater) Span(_ context.Context, p index.Point, in []byte, out int64
 // Close implements lazy.Inflater.
 func (ownInflater) Close() error { return nil }
 
-// createByTable creates an incomplete layer from the table of contents in a blob.
-func (w *lazyWorld) createByTable(b *toctest.Blob) Source {
+// tableOf returns a blob with a table of contents.
+func tableOf(t testing.TB, names ...string) *toctest.Blob {
+	t.Helper()
+	b, err := toctest.Stargz(bigTar(t, names...), toctest.Options{ChunkSize: 50_000})
+	testutil.Must(t, err)
+	return b
+}
+
+// createByTable creates an incomplete layer from the table of contents in a blob. change, if not
+// nil, changes the index that was made of the table.
+func (w *lazyWorld) createByTable(b *toctest.Blob, change func(*index.Index)) Source {
 	w.t.Helper()
 	ctx := w.t.Context()
 	from := Source{Blob: digest.FromBytes(b.Bytes), DiffID: b.DiffID}
@@ -62,10 +74,57 @@ func (w *lazyWorld) createByTable(b *toctest.Blob) Source {
 	testutil.Must(w.t, table.Place(root, made.DataSize))
 	var placed bytes.Buffer
 	testutil.Must(w.t, tree.Encode(&placed, root))
-	x.Tree, x.TreeDigest, x.RecordDigest = placed.Bytes(), digest.FromBytes(placed.Bytes()), digest.FromBytes(nil)
-	claim := &Claim{Registry: "registry.example", Table: ref.String()}
-	testutil.Must(w.t, w.s.CreateLazy(ctx, from, x, claim, w.source.fill(from, x, claim)))
+	x.Tree = placed.Bytes()
+	if change != nil {
+		change(x)
+	}
+	x.TreeDigest, x.RecordDigest = digest.FromBytes(x.Tree), digest.FromBytes(nil)
+	named := &TOC{Registry: "registry.example", Name: ref.String()}
+	testutil.Must(w.t, w.s.CreateLazy(ctx, from, x, named, w.source.fill(from, x, named)))
 	return from
+}
+
+// Whatever a table says that is not true of the tar is found, also by the next Store.
+func TestFalseTables(t *testing.T) {
+	inTree := func(change func(root *tree.Node)) func(*index.Index) {
+		return func(x *index.Index) {
+			root := decodeTree(t, x.Tree)
+			change(root)
+			x.Tree = encodeTree(t, root)
+		}
+	}
+	for name, change := range map[string]func(x *index.Index){
+		"mode of a file": inTree(func(root *tree.Node) { root.Children["one"].Mode |= unix.S_ISUID }),
+		"name of a file": inTree(func(root *tree.Node) {
+			root.Children["sh"] = root.Children["one"]
+			delete(root.Children, "one")
+		}),
+		"contents swapped": inTree(func(root *tree.Node) {
+			root.Children["one"].Data, root.Children["two"].Data = root.Children["two"].Data, root.Children["one"].Data
+		}),
+		"more data": func(x *index.Index) { x.DataSize += 4096 },
+		"whiteouts": func(x *index.Index) { x.Summary.Whiteouts++ },
+		"opaque":    func(x *index.Index) { x.Summary.Opaque = true },
+	} {
+		for _, restarted := range []bool{false, true} {
+			t.Run(fmt.Sprint(name, " restarted ", restarted), func(t *testing.T) {
+				w := newLazyWorld(t)
+				from := w.createByTable(tableOf(t, "one", "two", "d/three"), change)
+				if restarted {
+					w.reopen()
+				}
+				w.source.release()
+				testutil.WantError(t, <-w.done, codes.DataLoss)
+				if info, err := w.s.Info(from.Name()); err != nil || !info.Incomplete {
+					t.Errorf("%+v, %v", info, err)
+				}
+				if got := <-w.reads("two", from.Name()); strings.HasPrefix(got, "two") {
+					t.Error("its content can be read")
+				}
+				testutil.Must(t, w.s.Retire(from.Name()))
+			})
+		}
+	}
 }
 
 // The files of a layer are proven and replaced. A daemon that ends between that and the completion
@@ -84,7 +143,7 @@ func TestProofOfTableIsRepeated(t *testing.T) {
 				<-ctx.Done()
 				return ctx.Err()
 			}
-			from := w.createByTable(b)
+			from := w.createByTable(b, nil)
 			w.source.release()
 			<-proven
 			w.source.afterProof = nil

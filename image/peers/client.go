@@ -19,7 +19,7 @@ func (p *Peers) find(ctx context.Context, q query) (answer found, err error) {
 	err = ErrNone
 	for _, home := range homes(p.members.all(), q.Key, homeCount) {
 		if home == p.cfg.Advertise {
-			return p.answer(q), nil
+			return p.tracker.find(q.Key, identity{address: q.From}, q.Gone), nil
 		}
 		if !p.members.usable(home) {
 			continue
@@ -33,14 +33,6 @@ func (p *Peers) find(ctx context.Context, q query) (answer found, err error) {
 		p.members.avoid(home, pauseTime)
 	}
 	return found{}, fmt.Errorf("ask the home nodes of layer %s: %w", q.Key.Blob, err)
-}
-
-// answer answers as a home node.
-func (p *Peers) answer(q query) found {
-	if q.Look {
-		return p.tracker.look(q.Key, q.From)
-	}
-	return p.tracker.find(q.Key, q.From, q.Gone)
 }
 
 // call sends JSON to a peer and decodes its answer into result, if that is not nil.
@@ -177,12 +169,6 @@ func (p *Peers) announceTo(ctx context.Context, home string, a announcement) err
 	if home != p.cfg.Advertise {
 		return p.call(ctx, home, announcePath, a, nil)
 	}
-	for _, k := range a.Keys {
-		if a.Failed {
-			p.tracker.release(k, a.From)
-		} else {
-			p.tracker.hold(k, a.From)
-		}
-	}
+	p.tracker.note(a, "")
 	return nil
 }

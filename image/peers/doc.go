@@ -2,11 +2,10 @@
 //
 // # Contract
 //
-// A node serves the exact tars of the layers that it stores, and the indexes of their blobs. It
-// stores no blobs for that (package image/unpack/tarsplit). The receiver cannot check an index when
-// it arrives: see package image/lazy. The receiver checks a tar by its diffID, which the
-// image's configuration names. So a peer can refuse or delay a layer but not change it. A peer that
-// sends wrong bytes is not asked again for BanTime.
+// A node serves the exact tars of the layers that it stores. It stores no blobs for that (package
+// image/unpack/tarsplit). The receiver checks a tar by its diffID, which the image's configuration
+// names. So a peer can refuse or delay a layer but not change it. A peer that sends wrong bytes is
+// not asked again for an hour. Nothing else comes from peers.
 //
 // Each layer has a few home nodes, chosen by hashing the layer with the members' addresses
 // (rendezvous hashing). Home nodes know which nodes hold or fetch the layer. The first node that
@@ -29,7 +28,9 @@
 //
 // Everything that a peer sends is limited in size, count and time. Connections, waiting requests
 // and uploads have limits, and peers with different certificates share them fairly. Uploads also
-// have a limit of their bandwidth.
+// have a limit of their bandwidth. A connection counts after its TLS handshake, so a stranger takes
+// no place of a peer. Handshakes have limits of their own (see memberListener). The right to fetch
+// a layer belongs to an address and a certificate.
 //
 // A slow peer costs a pull little: a Search without progress ends after Config.Patience, and a
 // transfer on either side ends if it is slower than leastRate for Config.Stall.

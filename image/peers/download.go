@@ -8,7 +8,7 @@ import (
 	"net/http"
 	"time"
 
-	"berth/internal/stall"
+	"berth/internal/fair"
 )
 
 // maxResumes limits how often a broken transfer is resumed.
@@ -22,8 +22,8 @@ type Download struct {
 	key     Key
 	address string
 
-	body    *stall.Body // of the current transfer; nil: none
-	size    int64       // -1: not known yet
+	body    *fair.Body // of the current transfer; nil: none
+	size    int64      // -1: not known yet
 	offset  int64
 	resumes int
 }
@@ -37,14 +37,14 @@ func (d *Download) Size() int64 { return d.size }
 // request requests the rest of the tar. The peer may let the request wait for an upload.
 func (d *Download) request(wait time.Duration) error {
 	ctx, cancel := context.WithCancelCause(d.ctx)
-	late := time.AfterFunc(d.peers.answerTime(wait), func() { cancel(stall.Err) })
+	late := time.AfterFunc(d.peers.answerTime(wait), func() { cancel(fair.ErrStalled) })
 	response, err := d.peers.ask(ctx, http.MethodGet, d.address, d.key, wait, d.offset)
 	late.Stop()
 	if err != nil {
 		cancel(nil)
 		return err
 	}
-	d.body = stall.NewBody(ctx, cancel, response.Body, stall.Meter{Window: d.peers.cfg.Stall, Rate: leastRate})
+	d.body = fair.NewBody(ctx, cancel, response.Body, fair.Meter{Window: d.peers.cfg.Stall, Rate: leastRate})
 	if err := d.accept(response); err != nil {
 		return errors.Join(err, d.Close())
 	}
@@ -97,7 +97,7 @@ func (d *Download) Read(b []byte) (int, error) {
 		if d.ctx.Err() != nil {
 			return 0, context.Cause(d.ctx)
 		}
-		if errors.Is(err, stall.Err) || d.resumes == maxResumes {
+		if errors.Is(err, fair.ErrStalled) || d.resumes == maxResumes {
 			return 0, fmt.Errorf("fetch from peer %s: %w", d.address, err)
 		}
 		d.resumes++
@@ -114,15 +114,9 @@ func (d *Download) Close() error {
 	return err
 }
 
-// Distrust says that the peer sent wrong bytes. It is not asked for BanTime.
+// Distrust says that the peer sent wrong bytes. It is not asked for banTime.
 func (d *Download) Distrust() {
 	d.peers.cfg.Log.Error("a peer sent a layer with a wrong digest", "peer", d.address, "layer", d.key.Blob,
 		"diff_id", d.key.DiffID)
-	d.peers.Distrust(d.address)
+	d.peers.members.avoid(d.address, banTime)
 }
-
-// Distrust makes this node ask a peer for nothing for BanTime.
-func (p *Peers) Distrust(address string) { p.members.avoid(address, BanTime) }
-
-// Ban makes this node ask a peer for nothing until some time.
-func (p *Peers) Ban(address string, until time.Time) { p.members.avoidUntil(address, until) }

@@ -48,8 +48,8 @@ func checkTracked(t *testing.T, p *Peers) {
 		if err := k.Validate(); err != nil {
 			t.Errorf("tracks %+v: %v", k, err)
 		}
-		if l.fetching != "" && !p.members.has(l.fetching) {
-			t.Errorf("%q has the lease", l.fetching)
+		if l.fetching != (identity{}) && !p.members.has(l.fetching.address) {
+			t.Errorf("%q has the lease", l.fetching.address)
 		}
 		for address := range l.holders {
 			if !p.members.has(address) {
@@ -64,7 +64,7 @@ func FuzzQuery(f *testing.F) {
 	addJSON(f, query{Key: k, From: other}, query{Key: k, From: other, Gone: []string{self, "x"}}, query{Key: k, From: "192.0.2.1:80"})
 	f.Fuzz(func(t *testing.T, body []byte) {
 		p := fuzzPeers()
-		p.tracker.hold(k, self)
+		p.tracker.hold(k, by(self))
 		if status := post(p.serveFind, body); status != http.StatusOK && status != http.StatusBadRequest {
 			t.Errorf("status %d", status)
 		}
@@ -78,7 +78,7 @@ func FuzzAnnouncement(f *testing.F) {
 		announcement{From: "192.0.2.1:80", Keys: []Key{k}})
 	f.Fuzz(func(t *testing.T, body []byte) {
 		p := fuzzPeers()
-		p.tracker.find(k, other, nil)
+		p.tracker.find(k, by(other), nil)
 		if status := post(p.serveAnnounce, body); status != http.StatusNoContent && status != http.StatusBadRequest {
 			t.Errorf("status %d", status)
 		}
@@ -145,8 +145,8 @@ func FuzzReceived(f *testing.F) {
 
 // FuzzLayerRequest reads the URL and the header of a request for a layer.
 func FuzzLayerRequest(f *testing.F) {
-	f.Add(testKey("layer").path(layerPath)+"&wait=5", "bytes=5-")
-	f.Add(testKey("layer").path(layerPath)+"&wait=99999999999", "bytes=0-1,2-3")
+	f.Add(testKey("layer").path()+"&wait=5", "bytes=5-")
+	f.Add(testKey("layer").path()+"&wait=99999999999", "bytes=0-1,2-3")
 	f.Add(layerPath+"x?wait=-1", "")
 	f.Fuzz(func(t *testing.T, target, ranges string) {
 		r := &http.Request{Method: http.MethodGet, Header: http.Header{"Range": {ranges}}}

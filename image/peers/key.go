@@ -38,24 +38,21 @@ func (k Key) Validate() error {
 	return nil
 }
 
-// Paths of the tars of layers and of the indexes of their blobs; the digest of the blob follows.
-const (
-	layerPath = "/berth/v1/layers/"
-	indexPath = "/berth/v1/indexes/"
-)
+// layerPath is the path of the tars of layers; the digest of the blob follows.
+const layerPath = "/berth/v1/layers/"
 
-// path returns the path and query of the layer, or of its index, at a peer.
-func (k Key) path(kind string) string {
+// path returns the path and query of the layer at a peer.
+func (k Key) path() string {
 	query := url.Values{"registry": {k.Registry}, "diffID": {k.DiffID.String()}}
-	return kind + k.Blob.String() + "?" + query.Encode()
+	return layerPath + k.Blob.String() + "?" + query.Encode()
 }
 
-// keyOf parses what path returns for a kind.
-func keyOf(u *url.URL, kind string) (Key, error) {
+// keyOf parses what path returns.
+func keyOf(u *url.URL) (Key, error) {
 	query := u.Query()
 	k := Key{
 		Registry: query.Get("registry"),
-		Blob:     digest.Digest(strings.TrimPrefix(u.Path, kind)),
+		Blob:     digest.Digest(strings.TrimPrefix(u.Path, layerPath)),
 		DiffID:   digest.Digest(query.Get("diffID")),
 	}
 	return k, k.Validate()

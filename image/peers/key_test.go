@@ -17,11 +17,11 @@ func testKey(name string) Key {
 func TestKeyInURL(t *testing.T) {
 	t.Parallel()
 	k := testKey("layer")
-	u, err := url.Parse("https://10.0.0.1:4789" + k.path(layerPath))
+	u, err := url.Parse("https://10.0.0.1:4789" + k.path())
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got, err := keyOf(u, layerPath); err != nil || got != k {
+	if got, err := keyOf(u); err != nil || got != k {
 		t.Errorf("got %+v, %v; want %+v", got, err, k)
 	}
 }
@@ -88,22 +88,22 @@ func TestHomesAreStable(t *testing.T) {
 
 // FuzzKey: a URL of a peer is refused, or names a layer that has the same URL.
 func FuzzKey(f *testing.F) {
-	f.Add(testKey("x").path(layerPath))
+	f.Add(testKey("x").path())
 	f.Add(layerPath + "sha256:..%2f?registry=a&diffID=b")
 	f.Fuzz(func(t *testing.T, path string) {
 		u, err := url.Parse("https://peer" + path)
 		if err != nil {
 			return
 		}
-		k, err := keyOf(u, layerPath)
+		k, err := keyOf(u)
 		if err != nil {
 			return
 		}
-		again, err := url.Parse("https://peer" + k.path(layerPath))
+		again, err := url.Parse("https://peer" + k.path())
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got, err := keyOf(again, layerPath); err != nil || got != k {
+		if got, err := keyOf(again); err != nil || got != k {
 			t.Errorf("%+v became %+v, %v", k, got, err)
 		}
 	})

@@ -27,8 +27,8 @@ const (
 	maxResolving = 16
 	// maxMembers limits the addresses of all seeds.
 	maxMembers = 10_000
-	// BanTime is how long a peer that sent wrong bytes is not asked.
-	BanTime = time.Hour
+	// banTime is how long a peer that sent wrong bytes is not asked.
+	banTime = time.Hour
 	// pauseTime is how long a peer that did not answer is not asked.
 	pauseTime = 10 * time.Second
 )
@@ -44,8 +44,9 @@ type members struct {
 	ready    chan struct{} // closed after the first resolution
 	isReady  sync.Once
 
-	mu      sync.Mutex // guards the fields below
-	known   []string   // sorted; self is among them
+	mu      sync.Mutex      // guards the fields below
+	known   []string        // sorted; self is among them
+	hosts   map[string]bool // their IP addresses
 	avoided map[string]time.Time
 }
 
@@ -101,6 +102,12 @@ func (m *members) refresh(ctx context.Context) {
 		}
 	}
 	m.known = slices.Sorted(maps.Keys(found))
+	m.hosts = map[string]bool{}
+	for _, a := range m.known {
+		if host, _, err := net.SplitHostPort(a); err == nil {
+			m.hosts[host] = true
+		}
+	}
 	m.isReady.Do(func() { close(m.ready) })
 }
 
@@ -178,14 +185,23 @@ func (m *members) has(address string) bool {
 	return ok
 }
 
-// avoid keeps a member from being asked for a while.
-func (m *members) avoid(address string, d time.Duration) { m.avoidUntil(address, time.Now().Add(d)) }
-
-// avoidUntil keeps a member from being asked until some time. It shortens no longer ban.
-func (m *members) avoidUntil(address string, until time.Time) {
+// hasHost reports whether a connection comes from the IP address of a member.
+func (m *members) hasHost(from net.Addr) bool {
+	tcp, ok := from.(*net.TCPAddr)
+	if !ok {
+		return false
+	}
+	host := tcp.AddrPort().Addr().Unmap().WithZone("").String()
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if until.After(m.avoided[address]) {
+	return m.hosts[host]
+}
+
+// avoid keeps a member from being asked for a while. It does not shorten a longer pause.
+func (m *members) avoid(address string, d time.Duration) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if until := time.Now().Add(d); until.After(m.avoided[address]) {
 		m.avoided[address] = until
 	}
 }

@@ -16,11 +16,10 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/net/netutil"
 	"golang.org/x/time/rate"
 
 	"berth/internal/cleanup"
-	"berth/internal/slots"
+	"berth/internal/fair"
 	"berth/internal/task"
 )
 
@@ -52,7 +51,7 @@ const (
 	DefaultCallTime = 5 * time.Second
 )
 
-// Tar is the exact tar of a stored layer, or an index.
+// Tar is the exact tar of a stored layer.
 type Tar interface {
 	io.ReaderAt
 	io.Closer
@@ -68,11 +67,6 @@ type Layers interface {
 	HasShared(k Key) bool
 	// SharedLayers returns the keys of all layers that OpenShared opens.
 	SharedLayers() []Key
-	// OpenIndex opens the index of the blob of a layer that OpenShared opens, in a form that peers
-	// understand. The error is NotFound if there is none.
-	OpenIndex(ctx context.Context, k Key) (Tar, error)
-	// HasIndex reports whether OpenIndex would open an index. It is fast.
-	HasIndex(k Key) bool
 }
 
 // Observer receives measurements. Its methods must not block.
@@ -92,7 +86,7 @@ type Config struct {
 	Cert, Key, CA  string
 	MaxUploads     int           // concurrent; 0: DefaultUploads
 	MaxWaiting     int           // requests that wait at the same time; 0: DefaultWaiting
-	MaxConnections int           // to the server; 0: DefaultConnections
+	MaxConnections int           // of peers to the server; 0: DefaultConnections
 	Bandwidth      int64         // bytes a second of all uploads; 0: no limit
 	Stall          time.Duration // longest wait for a byte of a transfer, window of its rate
 	CallTime       time.Duration // limit of a connection and of a call; 0: DefaultCallTime
@@ -105,18 +99,19 @@ type Config struct {
 
 // Peers is this node's part of the exchange. Its methods may be called concurrently.
 type Peers struct {
-	cfg     Config
-	members *members
-	tracker *tracker
-	server  *http.Server
-	address net.Addr
-	client  *http.Client
-	uploads *slots.Slots // by certificate
-	waiting *slots.Slots // of requests that wait, by certificate
-	pace    *rate.Limiter
-	life    *task.Lifetime
-	wait    time.Duration // longestWait, except in tests
-	pause   time.Duration // pauseOfRounds, except in tests
+	cfg      Config
+	members  *members
+	tracker  *tracker
+	server   *http.Server
+	listener *memberListener
+	address  net.Addr
+	client   *http.Client
+	uploads  *fair.Slots // by certificate
+	waiting  *fair.Slots // of requests that wait, by certificate
+	pace     *rate.Limiter
+	life     *task.Lifetime
+	wait     time.Duration // longestWait, except in tests
+	pause    time.Duration // pauseOfRounds, except in tests
 
 	mu       sync.Mutex // guards fetching
 	fetching map[Key]*fetch
@@ -147,9 +142,11 @@ func Open(cfg Config) (_ *Peers, err error) {
 	p := newPeers(cfg, clientTLS)
 	p.address = listener.Addr()
 	p.server = p.newServer(serverTLS)
+	p.listener = newMemberListener(listener, serverTLS, p.cfg.CallTime, p.cfg.MaxConnections, p.members.hasHost, p.life,
+		cfg.Log)
+	p.spawn("accept", func(context.Context) { p.listener.run() })
 	p.spawn("serve", func(context.Context) {
-		limited := netutil.LimitListener(listener, p.cfg.MaxConnections)
-		if err := p.server.ServeTLS(limited, "", ""); !errors.Is(err, http.ErrServerClosed) {
+		if err := p.server.Serve(p.listener); !errors.Is(err, http.ErrServerClosed) {
 			cfg.Log.Error("the server for peers has ended", "error", err)
 		}
 	})
@@ -192,8 +189,8 @@ func newPeers(cfg Config, clientTLS *tls.Config) *Peers {
 		cfg:      cfg,
 		members:  newMembers(cfg.Advertise, cfg.Seeds, cfg.Log),
 		tracker:  newTracker(time.Now),
-		uploads:  slots.New(cfg.MaxUploads),
-		waiting:  slots.New(cfg.MaxWaiting),
+		uploads:  fair.NewSlots(cfg.MaxUploads),
+		waiting:  fair.NewSlots(cfg.MaxWaiting),
 		pace:     rate.NewLimiter(rate.Inf, burst),
 		life:     task.NewLifetime(),
 		wait:     longestWait,
@@ -265,6 +262,7 @@ func tlsConfigs(cfg Config) (server, client *tls.Config, err error) {
 		MinVersion:     tls.VersionTLS13,
 		GetCertificate: func(*tls.ClientHelloInfo) (*tls.Certificate, error) { return own.get() },
 		ClientAuth:     tls.RequireAndVerifyClientCert, ClientCAs: pool,
+		NextProtos: []string{"h2", "http/1.1"},
 	}
 	client = &tls.Config{
 		MinVersion:           tls.VersionTLS13,

@@ -22,12 +22,11 @@ import (
 
 // stock are the layers of a node in memory.
 type stock struct {
-	mu        sync.Mutex // guards layers
-	layers    map[Key][]byte
-	opened    atomic.Int64 // times that a layer was opened
-	closed    atomic.Int64 // and closed
-	noIndexes atomic.Bool
-	broken    atomic.Int64 // reads at this offset and beyond fail; 0: none do
+	mu     sync.Mutex // guards layers
+	layers map[Key][]byte
+	opened atomic.Int64 // times that a layer was opened
+	closed atomic.Int64 // and closed
+	broken atomic.Int64 // reads at this offset and beyond fail; 0: none do
 }
 
 type memoryTar struct {
@@ -60,19 +59,6 @@ func (s *stock) HasShared(k Key) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.layers[k] != nil
-}
-
-// HasIndex implements Layers. A layer with the content "x" has the index "index of x".
-func (s *stock) HasIndex(k Key) bool { return s.HasShared(k) && !s.noIndexes.Load() }
-
-func (s *stock) OpenIndex(_ context.Context, k Key) (Tar, error) {
-	if !s.HasIndex(k) {
-		return nil, errdefs.NotFound("no index of %s", k.Blob)
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.opened.Add(1)
-	return memoryTar{bytes.NewReader(append([]byte("index of "), s.layers[k]...)), s}, nil
 }
 
 func (s *stock) SharedLayers() (keys []Key) {
@@ -259,7 +245,7 @@ func TestLostHolders(t *testing.T) {
 	k := testKey("layer")
 	for _, address := range []string{nodes[0].cfg.Advertise, nodes[1].cfg.Advertise} { // they have nothing
 		for _, n := range nodes {
-			n.tracker.hold(k, address)
+			n.tracker.hold(k, by(address))
 		}
 	}
 	if _, err := open(t, nodes[2], k); !errors.Is(err, ErrNone) {
@@ -274,7 +260,7 @@ func TestBrokenTransferIsResumedOnce(t *testing.T) {
 	nodes[0].put(k, want)
 	nodes[0].broken.Store(2 << 20)
 	for _, n := range nodes {
-		n.tracker.hold(k, nodes[0].cfg.Advertise)
+		n.tracker.hold(k, by(nodes[0].cfg.Advertise))
 	}
 	d, err := open(t, nodes[1], k)
 	if err != nil {
@@ -302,7 +288,7 @@ func TestUploadsAreLimited(t *testing.T) {
 	k := testKey("layer")
 	nodes[0].put(k, content(64<<20)) // more than the buffers of a connection
 	for _, n := range nodes {
-		n.tracker.hold(k, nodes[0].cfg.Advertise)
+		n.tracker.hold(k, by(nodes[0].cfg.Advertise))
 	}
 	first, err := open(t, nodes[1], k)
 	if err != nil {
@@ -320,7 +306,7 @@ func TestDistrustedPeerIsNotAsked(t *testing.T) {
 	k := testKey("layer")
 	nodes[0].put(k, content(1<<20))
 	for _, n := range nodes {
-		n.tracker.hold(k, nodes[0].cfg.Advertise)
+		n.tracker.hold(k, by(nodes[0].cfg.Advertise))
 	}
 	d, err := open(t, nodes[1], k)
 	if err != nil {
@@ -396,7 +382,7 @@ func TestStrangersAreNotAsked(t *testing.T) {
 		return nil, errBroken
 	})
 	k := testKey("layer")
-	nodes[0].tracker.hold(k, "192.0.2.1:80")
+	nodes[0].tracker.hold(k, by("192.0.2.1:80"))
 	if _, err := open(t, nodes[0], k); !errors.Is(err, ErrNone) || asked.Load() {
 		t.Errorf("got %v; asked %v", err, asked.Load())
 	}

@@ -9,7 +9,7 @@ import (
 	"strconv"
 	"time"
 
-	"berth/internal/stall"
+	"berth/internal/fair"
 )
 
 var (
@@ -44,7 +44,7 @@ type Search struct {
 	fetching bool             // the source is fetching the layer, as its home node knows
 	received map[string]int64 // bytes that a fetching node has, by address
 	progress int64            // bytes that fetching nodes have received in this round
-	meter    stall.Meter
+	meter    fair.Meter
 	waited   time.Duration // in all rounds
 }
 
@@ -52,7 +52,7 @@ type Search struct {
 func (p *Peers) Search(k Key, blobSize int64) *Search {
 	return &Search{
 		peers: p, key: k, blobSize: blobSize, received: map[string]int64{},
-		meter: stall.Meter{Window: p.cfg.Patience, Rate: leastRate},
+		meter: fair.Meter{Window: p.cfg.Patience, Rate: leastRate},
 	}
 }
 
@@ -214,7 +214,7 @@ func (p *Peers) answerTime(wait time.Duration) time.Duration { return wait + 3*p
 // ask requests a layer from an offset on.
 func (p *Peers) ask(ctx context.Context, method, address string, k Key, wait time.Duration,
 	offset int64) (*http.Response, error) {
-	url := "https://" + address + k.path(layerPath) + "&" + waitKey + "=" + strconv.FormatInt(wait.Milliseconds(), 10)
+	url := "https://" + address + k.path() + "&" + waitKey + "=" + strconv.FormatInt(wait.Milliseconds(), 10)
 	request, err := http.NewRequestWithContext(ctx, method, url, nil)
 	if err != nil {
 		return nil, err

@@ -15,7 +15,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"berth/internal/stall"
+	"berth/internal/fair"
 	"berth/internal/task"
 )
 
@@ -257,8 +257,8 @@ func TestTransfersThatFail(t *testing.T) {
 		{"broken before the first byte", [][]piece{{}, {all}}, nil, nil, 2},
 		{"broken once", [][]piece{{{bytes: 1000}}, {all}}, nil, nil, 2},
 		{"broken after each byte", [][]piece{{{bytes: 1}}}, nil, io.ErrUnexpectedEOF, maxResumes + 1},
-		{"one byte a second", [][]piece{slices.Repeat([]piece{{after: time.Second, bytes: 1}}, 1000)}, nil, stall.Err, 1},
-		{"no byte", [][]piece{{{after: time.Hour, bytes: 1}}}, nil, stall.Err, 1},
+		{"one byte a second", [][]piece{slices.Repeat([]piece{{after: time.Second, bytes: 1}}, 1000)}, nil, fair.ErrStalled, 1},
+		{"no byte", [][]piece{{{after: time.Hour, bytes: 1}}}, nil, fair.ErrStalled, 1},
 		{"another length", [][]piece{{{bytes: 1000}}, {all}}, func(n int) []int64 { return []int64{size, size}[n:] }, errMissing, 2},
 		{"another length before the first byte", [][]piece{{}, {all}}, func(n int) []int64 { return []int64{size, size - 1}[n:] }, errMissing, 2},
 		{"no length", [][]piece{{all}}, func(int) []int64 { return []int64{-1} }, ErrNone, 1},

@@ -18,7 +18,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
-	"berth/internal/stall"
+	"berth/internal/fair"
 	"berth/internal/task"
 )
 
@@ -44,9 +44,6 @@ type query struct {
 	Key  Key      `json:"key"`
 	From string   `json:"from"`           // address of the asking node
 	Gone []string `json:"gone,omitempty"` // addresses of nodes that turned out not to have the layer
-	// Look: the node does not want to fetch the layer, so it gets no lease. Its answer has holders
-	// only.
-	Look bool `json:"look,omitempty"`
 }
 
 // announcement says which layers a node has, or no longer fetches.
@@ -59,7 +56,6 @@ type announcement struct {
 func (p *Peers) newServer(config *tls.Config) *http.Server {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET "+layerPath+"{blob}", p.serveLayer)
-	mux.HandleFunc("GET "+indexPath+"{blob}", p.serveIndex)
 	mux.HandleFunc("POST "+findPath, p.serveFind)
 	mux.HandleFunc("POST "+announcePath, p.serveAnnounce)
 	return &http.Server{
@@ -116,13 +112,13 @@ func (p *Peers) serveLayer(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer finish()
-	p.upload(w, r, k, p.cfg.Layers.OpenShared)
+	p.upload(w, r, k)
 }
 
 // parseLayerRequest returns the layer, and how long the request may wait. It refuses several
 // ranges, because http.ServeContent reads them in a goroutine of its own.
 func parseLayerRequest(r *http.Request) (k Key, wait time.Duration, err error) {
-	if k, err = keyOf(r.URL, layerPath); err != nil {
+	if k, err = keyOf(r.URL); err != nil {
 		return k, 0, err
 	}
 	if strings.Contains(r.Header.Get("Range"), ",") {
@@ -138,12 +134,20 @@ func parseLayerRequest(r *http.Request) (k Key, wait time.Duration, err error) {
 	return k, wait, nil
 }
 
-// callerOf identifies a peer by its certificate, for fair shares of the limits.
+// callerOf identifies a peer by its certificate, for fair shares of the limits and for leases.
 func callerOf(r *http.Request) string {
-	if r.TLS == nil || len(r.TLS.PeerCertificates) == 0 {
+	if r.TLS == nil {
 		return ""
 	}
-	sum := sha256.Sum256(r.TLS.PeerCertificates[0].Raw)
+	return certificateOf(*r.TLS)
+}
+
+// certificateOf returns the hash of the client's certificate, or "" if there is none.
+func certificateOf(state tls.ConnectionState) string {
+	if len(state.PeerCertificates) == 0 {
+		return ""
+	}
+	sum := sha256.Sum256(state.PeerCertificates[0].Raw)
 	return string(sum[:])
 }
 
@@ -180,10 +184,9 @@ func (p *Peers) awaitUpload(ctx context.Context, caller string, k Key) (finish f
 	return finish, http.StatusOK
 }
 
-// upload sends what open opens.
-func (p *Peers) upload(w http.ResponseWriter, r *http.Request, k Key,
-	open func(ctx context.Context, k Key) (Tar, error)) {
-	tar, err := open(r.Context(), k)
+// upload sends a tar.
+func (p *Peers) upload(w http.ResponseWriter, r *http.Request, k Key) {
+	tar, err := p.cfg.Layers.OpenShared(r.Context(), k)
 	if err != nil {
 		http.Error(w, "not found", statusOf(err))
 		return
@@ -192,7 +195,7 @@ func (p *Peers) upload(w http.ResponseWriter, r *http.Request, k Key,
 	content := &upload{
 		ctx: r.Context(), peers: p, response: http.NewResponseController(w),
 		from:  io.NewSectionReader(tar, 0, tar.Size()),
-		meter: stall.Meter{Window: p.cfg.Stall, Rate: leastRate},
+		meter: fair.Meter{Window: p.cfg.Stall, Rate: leastRate},
 	}
 	w.Header().Set("Content-Type", "application/x-tar")
 	http.ServeContent(w, r, "", time.Time{}, content)
@@ -216,7 +219,7 @@ type upload struct {
 		SetWriteDeadline(deadline time.Time) error
 	}
 	from  *io.SectionReader
-	meter stall.Meter
+	meter fair.Meter
 	piece int       // bytes that the last Read returned
 	read  time.Time // end of the last Read: the peer has taken the piece since
 }
@@ -224,7 +227,7 @@ type upload struct {
 // Read implements io.Reader.
 func (u *upload) Read(b []byte) (int, error) {
 	if u.piece > 0 && u.meter.Slow(int64(u.piece), time.Since(u.read)) {
-		return 0, fmt.Errorf("send layer to a peer: %w", stall.Err)
+		return 0, fmt.Errorf("send layer to a peer: %w", fair.ErrStalled)
 	}
 	b = b[:min(len(b), burst)]
 	// The time that the bandwidth takes is not the peer's.
@@ -252,7 +255,7 @@ func (p *Peers) serveFind(w http.ResponseWriter, r *http.Request) {
 	if !p.decode(w, r, &q, func() error { return errors.Join(q.Key.Validate(), p.checkMember(q.From)) }) {
 		return
 	}
-	answer := p.answer(q)
+	answer := p.tracker.find(q.Key, identity{q.From, callerOf(r)}, q.Gone)
 	w.Header().Set("Content-Type", "application/json")
 	if err := json.NewEncoder(w).Encode(answer); err != nil {
 		p.cfg.Log.Debug("answer peer", "peer", q.From, "error", err)
@@ -265,13 +268,7 @@ func (p *Peers) serveAnnounce(w http.ResponseWriter, r *http.Request) {
 	if !p.decode(w, r, &a, func() error { return errors.Join(p.checkMember(a.From), checkKeys(a.Keys)) }) {
 		return
 	}
-	for _, k := range a.Keys {
-		if a.Failed {
-			p.tracker.release(k, a.From)
-		} else {
-			p.tracker.hold(k, a.From)
-		}
-	}
+	p.tracker.note(a, callerOf(r))
 	w.WriteHeader(http.StatusNoContent)
 }
 

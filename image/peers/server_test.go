@@ -4,15 +4,15 @@ import (
 	"bytes"
 	"errors"
 	"io"
-	"net"
 	"net/http"
 	"os"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"berth/image/peers/peerstest"
-	"berth/internal/stall"
+	"berth/internal/fair"
 )
 
 // A request with several ranges is refused before anything of the layer is read.
@@ -27,7 +27,7 @@ func TestSeveralRangesAreRefused(t *testing.T) {
 		"bytes=0-1,2-3":     http.StatusBadRequest,
 		"bytes=0-0, -1, 5-": http.StatusBadRequest,
 	} {
-		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://"+nodes[0].cfg.Advertise+k.path(layerPath), nil)
+		request, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://"+nodes[0].cfg.Advertise+k.path(), nil)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -46,26 +46,29 @@ func TestSeveralRangesAreRefused(t *testing.T) {
 	}
 }
 
-// Connections of strangers count, too. One beyond the limit waits.
-func TestConnectionsAreLimited(t *testing.T) {
+// A node has no route for indexes of blobs, which earlier builds sent, whatever a member asks.
+func TestIndexesAreNotServed(t *testing.T) {
 	t.Parallel()
-	nodes := newNodes(t, 2, func(i int, cfg *Config) {
-		if i == 0 {
-			cfg.MaxConnections = 1
-		} else {
-			cfg.CallTime = 50 * time.Millisecond
-		}
-	})
-	nodes[0].client.CloseIdleConnections()
-	stranger, err := net.Dial("tcp", nodes[0].cfg.Advertise)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer stranger.Close()
+	nodes := newNodes(t, 2, nil)
 	k := testKey("layer")
 	nodes[0].put(k, content(1<<20))
-	if _, err := openAt(t, nodes[1], k, nodes[0].cfg.Advertise); err == nil {
-		t.Error("a second connection is served")
+	path := strings.Replace(k.path(), "/layers/", "/indexes/", 1)
+	for _, method := range []string{http.MethodHead, http.MethodGet, http.MethodPost} {
+		request, err := http.NewRequestWithContext(t.Context(), method, "https://"+nodes[0].cfg.Advertise+path, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		response, err := nodes[1].client.Do(request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = response.Body.Close()
+		if response.StatusCode != http.StatusNotFound {
+			t.Errorf("%s: status %d", method, response.StatusCode)
+		}
+	}
+	if n := nodes[0].opened.Load(); n > 0 {
+		t.Errorf("%d layers were opened", n)
 	}
 }
 
@@ -128,7 +131,7 @@ func TestSlowReceivers(t *testing.T) {
 	}{
 		"fast":                {pause: time.Millisecond},
 		"just fast enough":    {pause: time.Second},
-		"slow":                {pause: 10 * time.Second, want: stall.Err},
+		"slow":                {pause: 10 * time.Second, want: fair.ErrStalled},
 		"behind other peers":  {rate: 1 << 20},
 		"small own bandwidth": {rate: leastRate / 4},
 	} {
@@ -139,7 +142,7 @@ func TestSlowReceivers(t *testing.T) {
 				data := content(4 << 20)
 				u := &upload{
 					ctx: t.Context(), peers: p, response: noDeadline{}, from: io.NewSectionReader(bytes.NewReader(data), 0, int64(len(data))),
-					meter: stall.Meter{Window: time.Minute, Rate: leastRate},
+					meter: fair.Meter{Window: time.Minute, Rate: leastRate},
 				}
 				var err error
 				piece := make([]byte, 32<<10)
@@ -167,7 +170,7 @@ func TestUploadBandwidth(t *testing.T) {
 	k, want := testKey("layer"), content(2<<20)
 	nodes[0].put(k, want)
 	for _, n := range nodes {
-		n.tracker.hold(k, nodes[0].cfg.Advertise)
+		n.tracker.hold(k, by(nodes[0].cfg.Advertise))
 	}
 	if got, err := fetchAll(t, nodes[1], k); err != nil || !bytes.Equal(got, want) {
 		t.Errorf("%d bytes, %v", len(got), err)

@@ -41,23 +41,19 @@ type tracker struct {
 // tracked is a layer at its home node.
 type tracked struct {
 	holders  map[string]time.Time // last announcement by address
-	fetching string               // address of the node with the lease; empty: none
+	fetching identity             // that has the lease; empty: none
 	until    time.Time            // end of the lease
+}
+
+// identity is that of a node which asks a home node. A lease belongs to both: another certificate
+// can name the same address, and nodes may have a certificate in common.
+type identity struct {
+	address     string
+	certificate string // see certificateOf; empty: this node
 }
 
 func newTracker(now func() time.Time) *tracker {
 	return &tracker{now: now, layers: map[Key]*tracked{}}
-}
-
-// look returns holders of a layer. It changes nothing.
-func (t *tracker) look(k Key, asking string) found {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	l := t.layers[k]
-	if l == nil {
-		return found{}
-	}
-	return found{Holders: t.offered(l, asking)}
 }
 
 // offered returns some holders, and forgets expired ones. The caller holds the lock.
@@ -76,52 +72,63 @@ func (t *tracker) offered(l *tracked, asking string) (holders []string) {
 	return holders[:min(len(holders), maxOffered)]
 }
 
-// find answers the node asking. gone are nodes that it found without the layer. If no node has or
-// fetches the layer, the asking node gets the lease.
-func (t *tracker) find(k Key, asking string, gone []string) found {
+// find answers the node asking. gone are the addresses of nodes that it found without the layer. If
+// no node has or fetches the layer, the asking node gets the lease.
+func (t *tracker) find(k Key, asking identity, gone []string) found {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	l := t.get(k)
 	for _, address := range gone {
 		delete(l.holders, address)
-		if l.fetching == address {
-			l.fetching = ""
+		if l.fetching.address == address {
+			l.fetching = identity{}
 		}
 	}
-	if holders := t.offered(l, asking); len(holders) > 0 {
+	if holders := t.offered(l, asking.address); len(holders) > 0 {
 		return found{Holders: holders}
 	}
 	now := t.now()
-	if l.fetching != "" && l.fetching != asking && now.Before(l.until) {
-		return found{Fetching: l.fetching}
+	if l.fetching != (identity{}) && l.fetching != asking && now.Before(l.until) {
+		return found{Fetching: l.fetching.address}
 	}
 	l.fetching, l.until = asking, now.Add(leaseTime)
 	return found{Fetch: true}
 }
 
+// note records what a node has announced.
+func (t *tracker) note(a announcement, certificate string) {
+	for _, k := range a.Keys {
+		if a.Failed {
+			t.release(k, identity{a.From, certificate})
+		} else {
+			t.hold(k, identity{a.From, certificate})
+		}
+	}
+}
+
 // hold records that a node has a layer.
-func (t *tracker) hold(k Key, address string) {
+func (t *tracker) hold(k Key, n identity) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	l := t.get(k)
-	if _, known := l.holders[address]; !known && len(l.holders) >= maxHolders {
+	if _, known := l.holders[n.address]; !known && len(l.holders) >= maxHolders {
 		for other := range l.holders { // any: a new holder has fewer receivers
 			delete(l.holders, other)
 			break
 		}
 	}
-	l.holders[address] = t.now()
-	if l.fetching == address {
-		l.fetching = ""
+	l.holders[n.address] = t.now()
+	if l.fetching == n {
+		l.fetching = identity{}
 	}
 }
 
 // release ends the lease of a node that could not fetch a layer.
-func (t *tracker) release(k Key, address string) {
+func (t *tracker) release(k Key, n identity) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if l := t.layers[k]; l != nil && l.fetching == address {
-		l.fetching = ""
+	if l := t.layers[k]; l != nil && l.fetching == n {
+		l.fetching = identity{}
 		t.forgetIfEmpty(k, l)
 	}
 }
@@ -138,7 +145,7 @@ func (t *tracker) sweep() {
 			}
 		}
 		if !now.Before(l.until) {
-			l.fetching = ""
+			l.fetching = identity{}
 		}
 		t.forgetIfEmpty(k, l)
 	}
@@ -146,7 +153,7 @@ func (t *tracker) sweep() {
 
 // forgetIfEmpty forgets a layer that nobody has or fetches. The caller holds the lock.
 func (t *tracker) forgetIfEmpty(k Key, l *tracked) {
-	if len(l.holders) == 0 && l.fetching == "" {
+	if len(l.holders) == 0 && l.fetching == (identity{}) {
 		delete(t.layers, k)
 	}
 }

@@ -7,6 +7,9 @@ import (
 	"time"
 )
 
+// by is a node with a certificate of its own.
+func by(address string) identity { return identity{address, "certificate of " + address} }
+
 func TestTracker(t *testing.T) {
 	t.Parallel()
 	k := testKey("layer")
@@ -15,45 +18,58 @@ func TestTracker(t *testing.T) {
 	fetch := found{Fetch: true}
 	for name, run := range map[string]func(t *testing.T, tr *tracker, want func(got, want found)){
 		"the first fetches, others wait": func(_ *testing.T, tr *tracker, want func(got, want found)) {
-			want(tr.find(k, "a", nil), fetch)
-			want(tr.find(k, "b", nil), found{Fetching: "a"})
-			want(tr.find(k, "a", nil), fetch) // it asks again, after a restart
+			want(tr.find(k, by("a"), nil), fetch)
+			want(tr.find(k, by("b"), nil), found{Fetching: "a"})
+			want(tr.find(k, by("a"), nil), fetch) // it asks again, after a restart
 		},
 		"holders": func(_ *testing.T, tr *tracker, want func(got, want found)) {
-			want(tr.find(k, "a", nil), fetch)
-			tr.hold(k, "a")
-			want(tr.find(k, "b", nil), found{Holders: []string{"a"}})
-			want(tr.find(testKey("other"), "b", nil), fetch)
+			want(tr.find(k, by("a"), nil), fetch)
+			tr.hold(k, by("a"))
+			want(tr.find(k, by("b"), nil), found{Holders: []string{"a"}})
+			want(tr.find(testKey("other"), by("b"), nil), fetch)
 		},
 		"a holder does not get its own address": func(_ *testing.T, tr *tracker, want func(got, want found)) {
-			tr.hold(k, "a")
-			want(tr.find(k, "a", nil), fetch)
+			tr.hold(k, by("a"))
+			want(tr.find(k, by("a"), nil), fetch)
 		},
 		"a failed fetch frees the lease": func(_ *testing.T, tr *tracker, want func(got, want found)) {
-			want(tr.find(k, "a", nil), fetch)
-			tr.release(k, "b") // not its lease
-			want(tr.find(k, "b", nil), found{Fetching: "a"})
-			tr.release(k, "a")
-			want(tr.find(k, "b", nil), fetch)
+			want(tr.find(k, by("a"), nil), fetch)
+			tr.release(k, by("b")) // not its lease
+			want(tr.find(k, by("b"), nil), found{Fetching: "a"})
+			tr.release(k, by("a"))
+			want(tr.find(k, by("b"), nil), fetch)
+		},
+		"a lease belongs to a certificate": func(_ *testing.T, tr *tracker, want func(got, want found)) {
+			other := identity{"a", "certificate of b"} // it names the address of another node
+			want(tr.find(k, by("a"), nil), fetch)
+			want(tr.find(k, other, nil), found{Fetching: "a"})
+			tr.note(announcement{From: "a", Keys: []Key{k}, Failed: true}, other.certificate)
+			want(tr.find(k, by("c"), nil), found{Fetching: "a"})
+			tr.note(announcement{From: "a", Keys: []Key{k}, Failed: true}, by("a").certificate)
+			want(tr.find(k, by("c"), nil), fetch)
+		},
+		"nodes with one certificate": func(_ *testing.T, tr *tracker, want func(got, want found)) {
+			want(tr.find(k, identity{"a", "shared"}, nil), fetch)
+			want(tr.find(k, identity{"b", "shared"}, nil), found{Fetching: "a"})
 		},
 		"a lost fetcher is reported": func(_ *testing.T, tr *tracker, want func(got, want found)) {
-			want(tr.find(k, "a", nil), fetch)
-			want(tr.find(k, "b", []string{"a"}), fetch)
-			want(tr.find(k, "c", []string{"a"}), found{Fetching: "b"})
+			want(tr.find(k, by("a"), nil), fetch)
+			want(tr.find(k, by("b"), []string{"a"}), fetch)
+			want(tr.find(k, by("c"), []string{"a"}), found{Fetching: "b"})
 		},
 		"a lost holder is reported": func(_ *testing.T, tr *tracker, want func(got, want found)) {
-			tr.hold(k, "a")
-			want(tr.find(k, "b", []string{"a"}), fetch)
+			tr.hold(k, by("a"))
+			want(tr.find(k, by("b"), []string{"a"}), fetch)
 		},
 		"leases end": func(_ *testing.T, tr *tracker, want func(got, want found)) {
-			want(tr.find(k, "a", nil), fetch)
+			want(tr.find(k, by("a"), nil), fetch)
 			tr.now = func() time.Time { return now.Add(leaseTime) }
-			want(tr.find(k, "b", nil), fetch)
+			want(tr.find(k, by("b"), nil), fetch)
 		},
 		"holders are forgotten": func(_ *testing.T, tr *tracker, want func(got, want found)) {
-			tr.hold(k, "a")
+			tr.hold(k, by("a"))
 			tr.now = func() time.Time { return now.Add(holderTime + 1) }
-			want(tr.find(k, "b", nil), fetch)
+			want(tr.find(k, by("b"), nil), fetch)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -76,31 +92,31 @@ func TestTrackerForgets(t *testing.T) {
 		run  func(tr *tracker)
 		left int // layers that are known afterwards
 	}{
-		"a failed fetch": {func(tr *tracker) { tr.find(k, "a", nil); tr.release(k, "a") }, 0},
+		"a failed fetch": {func(tr *tracker) { tr.find(k, by("a"), nil); tr.release(k, by("a")) }, 0},
 		"a failed fetch beside a holder": {func(tr *tracker) {
-			tr.find(k, "a", nil)
-			tr.hold(k, "b")
-			tr.release(k, "a")
+			tr.find(k, by("a"), nil)
+			tr.hold(k, by("b"))
+			tr.release(k, by("a"))
 		}, 1},
 		"nothing that is current": {func(tr *tracker) {
-			tr.find(k, "a", nil)
-			tr.hold(testKey("other"), "b")
+			tr.find(k, by("a"), nil)
+			tr.hold(testKey("other"), by("b"))
 			tr.sweep()
 		}, 2},
 		"an old lease": {func(tr *tracker) {
-			tr.find(k, "a", nil)
+			tr.find(k, by("a"), nil)
 			now = now.Add(leaseTime)
 			tr.sweep()
 		}, 0},
 		"old holders": {func(tr *tracker) {
-			tr.hold(k, "a")
+			tr.hold(k, by("a"))
 			now = now.Add(holderTime + 1)
 			tr.sweep()
 		}, 0},
 		"old holders beside a new one": {func(tr *tracker) {
-			tr.hold(k, "a")
+			tr.hold(k, by("a"))
 			now = now.Add(holderTime + 1)
-			tr.hold(k, "b")
+			tr.hold(k, by("b"))
 			tr.sweep()
 		}, 1},
 	} {
@@ -120,7 +136,7 @@ func TestNewHoldersAreRemembered(t *testing.T) {
 	tr := newTracker(time.Now)
 	k := testKey("layer")
 	for i := range 3 * maxHolders {
-		tr.hold(k, fmt.Sprint(i))
+		tr.hold(k, by(fmt.Sprint(i)))
 		if _, ok := tr.layers[k].holders[fmt.Sprint(i)]; !ok {
 			t.Errorf("holder %d is not remembered", i)
 		}
@@ -132,16 +148,16 @@ func TestTrackerIsBounded(t *testing.T) {
 	tr := newTracker(time.Now)
 	k := testKey("layer")
 	for i := range 3 * maxHolders {
-		tr.hold(k, fmt.Sprint(i))
+		tr.hold(k, by(fmt.Sprint(i)))
 	}
 	if n := len(tr.layers[k].holders); n != maxHolders {
 		t.Errorf("%d holders of a layer", n)
 	}
-	if n := len(tr.find(k, "a", nil).Holders); n != maxOffered {
+	if n := len(tr.find(k, by("a"), nil).Holders); n != maxOffered {
 		t.Errorf("%d holders in an answer", n)
 	}
 	for i := range maxTracked + 10 {
-		tr.hold(Key{Registry: fmt.Sprint(i)}, "a")
+		tr.hold(Key{Registry: fmt.Sprint(i)}, by("a"))
 	}
 	if n := len(tr.layers); n != maxTracked {
 		t.Errorf("%d layers", n)

@@ -22,7 +22,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/registry/registrytest"
-	"berth/internal/stall"
+	"berth/internal/fair"
 )
 
 const (
@@ -486,7 +486,7 @@ func TestStallBesideParts(t *testing.T) {
 	for s.parts.Load() < l.most { // asked for, though not answered
 		time.Sleep(time.Millisecond)
 	}
-	b.body.(*stall.Body).SetWindow(200 * time.Millisecond) // of this transfer alone
+	b.body.(*fair.Body).SetWindow(200 * time.Millisecond) // of this transfer alone
 	rest, err := io.ReadAll(b)
 	if got = append(got, rest...); err != nil || !bytes.Equal(got, s.data) {
 		t.Errorf("%d bytes, %v", len(got), err)

@@ -15,13 +15,13 @@ import (
 
 	"berth/image/lazy/index"
 	"berth/internal/errdefs"
-	"berth/internal/stall"
+	"berth/internal/fair"
 )
 
 // Blob reads a blob from the hosts of a repository. After any interruption it goes on with the next
 // host, and with the bytes that it has. It fails when no host is left, see blobHosts. While a large
-// blob comes slowly, it fetches parts ahead, see Config.Spare. Read returns io.EOF only after it
-// has verified size and digest. Only Stop may be called concurrently with other methods.
+// blob comes slowly, it fetches parts ahead, see Spare in [Config]. Read returns io.EOF only after
+// it has verified size and digest. Only [Blob.Stop] may be called concurrently with other methods.
 type Blob struct {
 	owner   context.Context    // the caller's context
 	ctx     context.Context    // of transfers: done when owner is done or the blob is stopped
@@ -57,8 +57,8 @@ func (b *Blob) ResumeFrom(content io.Reader, size int64) {
 	}
 }
 
-// NoteStates makes the blob note the states of its hash, see States. It does nothing for a blob
-// that is not named by SHA-256. It must be called before the first Read.
+// NoteStates makes the blob note the states of its hash, see [Blob.States]. It does nothing for a
+// blob that is not named by SHA-256. It must be called before the first Read.
 func (b *Blob) NoteStates() {
 	if b.want.Digest.Algorithm() == digest.SHA256 {
 		b.states = index.NewHash()
@@ -66,7 +66,7 @@ func (b *Blob) NoteStates() {
 	}
 }
 
-// States returns the states of the blob's hash, for index.Index, after Read has returned io.EOF.
+// States returns the states of the blob's hash, for [index.Index], after Read has returned io.EOF.
 func (b *Blob) States() ([]index.State, error) {
 	if b.states == nil || !errors.Is(b.err, io.EOF) {
 		return nil, errors.New("the blob was not read to its end, or has no states")
@@ -79,8 +79,8 @@ func (r *Repository) Hosts() int { return len(r.endpoints) }
 
 // Blob returns a reader for a layer's blob. It sends nothing before the first Read. first is the
 // number of the first host to try; 0 is the configured order. After corrupt content the caller
-// tries the next number, see Attempts; such a blob is not fetched in parts. onBytes, if not nil, is
-// called with each number of received bytes. The caller closes the blob.
+// tries the next number, see [Repository.Attempts]; such a blob is not fetched in parts. onBytes,
+// if not nil, is called with each number of received bytes. The caller closes the blob.
 func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first int, onBytes func(n int)) (*Blob, error) {
 	if err := checkDescriptor(want, 0); err != nil {
 		return nil, err
@@ -200,8 +200,8 @@ func (b *Blob) extend() {
 	})
 }
 
-// Stop ends a current Read and makes later ones fail, until Resume. It may be called concurrently
-// with Read, but not with Resume.
+// Stop ends a current Read and makes later ones fail, until [Blob.Resume]. It may be called
+// concurrently with Read, but not with Resume.
 func (b *Blob) Stop() { b.stop() }
 
 // Resume lets a stopped blob continue at its offset with a new transfer. Earlier errors about the
@@ -271,7 +271,7 @@ func (b *Blob) interrupted(err error) error {
 	}
 	u := &UnavailableError{Err: err, temporary: true}
 	switch {
-	case !errors.Is(err, stall.Err):
+	case !errors.Is(err, fair.ErrStalled):
 	case len(b.ahead.parts) > 0:
 		b.noParts()
 	default:

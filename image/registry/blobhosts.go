@@ -12,7 +12,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"berth/internal/errdefs"
-	"berth/internal/stall"
+	"berth/internal/fair"
 )
 
 const (
@@ -129,7 +129,7 @@ func (l *blobHosts) failed(h *blobHost, err error) {
 		h.received = 0
 	}
 	h.failures++
-	stalls := h.failures > 1 && h.fresh < leastBytes && errors.Is(err, stall.Err)
+	stalls := h.failures > 1 && h.fresh < leastBytes && errors.Is(err, fair.ErrStalled)
 	h.out = stalls || h.failures == maxFailures
 	h.fresh = 0
 	h.ready = time.Now().Add(l.repo.delay(h.failures, u.after))

@@ -14,7 +14,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Config configures a Client.
+// Config configures a [Client].
 type Config struct {
 	Sources
 	StallTimeout time.Duration // longest wait for a byte; 0: one minute
@@ -26,7 +26,7 @@ type Config struct {
 	Spare func(registry string) (giveBack func(), ok bool)
 }
 
-// Sources are where a Client finds hosts and credentials.
+// Sources are where a [Client] finds hosts and credentials.
 type Sources struct {
 	Dirs           []string // roots of containerd's certs.d layout; the first with a directory for the host wins
 	AuthFiles      []string // credentials: files as in containers-auth.json(5), searched in this order, or StandardAuthFiles
@@ -34,11 +34,11 @@ type Sources struct {
 	RegistriesConf string   // containers-registries.conf(5); empty: none
 }
 
-// DefaultStallTimeout is the default of Config.StallTimeout.
+// DefaultStallTimeout is the default of StallTimeout in [Config].
 const DefaultStallTimeout = time.Minute
 
-// Client opens repositories. It has no connections and no state but its sources. Its methods may be
-// called concurrently.
+// Client opens repositories, see [Client.Open]. It has no connections and no state but its sources.
+// Its methods may be called concurrently.
 type Client struct {
 	sources  atomic.Pointer[loaded]
 	log      *slog.Logger
@@ -70,8 +70,8 @@ func (c *Client) Prepare(s Sources) (apply func(), err error) {
 }
 
 // NewClient returns a client. It reads host directories and credentials each time a repository is
-// opened, so changes need no restart. It reads registries.conf now and in Prepare. The error is
-// FailedPrecondition.
+// opened, so changes need no restart. It reads registries.conf now and in [Client.Prepare]. The
+// error is FailedPrecondition.
 func NewClient(cfg Config) (*Client, error) {
 	c := &Client{log: cfg.Log, stall: cfg.StallTimeout, pause: firstDelay, document: documentTime, agent: cfg.UserAgent,
 		parts: partsConfig{cfg.Spare, PartSize, watchTime, trialTime, fastEnough}}
@@ -114,8 +114,8 @@ func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
 	return c.OpenWithin(ref, given, c.stall)
 }
 
-// OpenWithin is Open with another limit for the wait for a byte, not longer than that of the
-// Client.
+// OpenWithin is [Client.Open] with another limit for the wait for a byte, not longer than that of
+// the Client.
 func (c *Client) OpenWithin(ref Reference, given Credentials, stall time.Duration) (*Repository, error) {
 	stall = min(stall, c.stall)
 	from := c.sources.Load()
@@ -142,7 +142,7 @@ func (c *Client) OpenWithin(ref Reference, given Credentials, stall time.Duratio
 }
 
 // Again opens the repository again, with the credentials of the first time. Hosts and other
-// credentials may have changed. stall is that of OpenWithin.
+// credentials may have changed. stall is that of [Client.OpenWithin].
 func (r *Repository) Again(stall time.Duration) (*Repository, error) {
 	return r.client.OpenWithin(r.ref, r.given, stall)
 }

@@ -9,7 +9,8 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Credentials authenticate to one registry host. The zero value is anonymous.
+// Credentials authenticate to one registry host. The zero value is anonymous. [FromCRI] converts
+// those of a request.
 type Credentials struct {
 	Username      string
 	Password      Secret

@@ -17,7 +17,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Probe is the result of one step of Diagnose.
+// Probe is the result of one step of [Client.Diagnose].
 type Probe struct {
 	Host  string `json:"host"` // URL of the host, or the reference before the first host
 	Step  string `json:"step"`

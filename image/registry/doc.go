@@ -3,20 +3,21 @@
 //
 // # Contract
 //
-// Everything this package returns matches the digest and size that it was requested by. A digest is
-// validated before it becomes part of a URL. What a registry sends is limited in size (see the
-// constants in manifest.go). Its text appears in an error only as the code and message of a
-// registry error, shortened. URLs appear in errors as scheme and host only, because the path and
-// query of a redirect may contain tokens.
+// A [Client] opens the [Repository] of a [Reference]. [Repository.Resolve] finds the image, and
+// [Repository.Blob] reads its layers. Everything this package returns matches the digest and size
+// that it was requested by. A digest is validated before it becomes part of a URL. What a registry
+// sends is limited in size (see the constants in manifest.go). Its text appears in an error only as
+// the code and message of a registry error, shortened. URLs appear in errors as scheme and host
+// only, because the path and query of a redirect may contain tokens.
 //
 // # Hosts
 //
 // The configuration of a registry host is containerd's: <dir>/<host>/hosts.toml in the first of
-// Config.Dirs that has that directory (then <dir>/_default), or Docker's certificate files there.
-// It is read for every pull. Hosts are tried in the order of the file, the server last. The error
-// of the last host decides the code of a failure; the text names all. Unlike in containerd, an
-// invalid hosts.toml fails the pull, because the pull's security may depend on it. Unknown keys are
-// logged with their lines and have no effect.
+// Dirs in [Sources] that has that directory (then <dir>/_default), or Docker's certificate files
+// there. It is read for every pull. Hosts are tried in the order of the file, the server last. The
+// error of the last host decides the code of a failure; the text names all. Unlike in containerd,
+// an invalid hosts.toml fails the pull, because the pull's security may depend on it. Unknown keys
+// are logged with their lines and have no effect.
 //
 // A registries.conf (containers-registries.conf(5)) comes first: it expands short names, blocks
 // registries and decides which locations serve an image. Each location is then reached as its own
@@ -49,8 +50,8 @@
 //
 // A registry's client certificates and skip_verify apply to the registry and, as in containerd, to
 // the token server that it names, which gets its passwords too. They do not apply to the targets of
-// redirects. A token server or target with its own directory in Config.Dirs has the TLS options of
-// that directory instead.
+// redirects. A token server or target with its own directory in Dirs has the TLS options of that
+// directory instead.
 //
 // The URLs in the descriptor of a layer are asked only if no host has it. They follow the rules of
 // redirects, but see no client certificate at all: whoever has pushed the manifest has chosen them.
@@ -61,5 +62,5 @@
 // references and credentials that cannot be parsed; FailedPrecondition for invalid host
 // configuration, forbidden redirects, invalid documents and images that this node cannot run;
 // DataLoss for content that has not the expected digest or size. A registry that cannot be reached
-// or that is failing is an *UnavailableError.
+// or that is failing is an [*UnavailableError].
 package registry

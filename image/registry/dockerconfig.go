@@ -110,7 +110,7 @@ func scopeOf(key string) string {
 	return path
 }
 
-// StandardAuthFiles stands for the files of standardAuthFiles in Sources.AuthFiles.
+// StandardAuthFiles stands for the files of standardAuthFiles in AuthFiles of [Sources].
 const StandardAuthFiles = "default"
 
 // standardAuthFiles returns the files where podman, docker and kubelet keep root's credentials, see

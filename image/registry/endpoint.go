@@ -13,7 +13,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
-	"berth/internal/stall"
+	"berth/internal/fair"
 )
 
 // endpoint is one host of a registry, prepared for one repository, or one URL of a blob.
@@ -162,7 +162,7 @@ func (e *endpoint) send(ctx context.Context, method string, u url.URL, header ht
 		cancel(nil)
 		return nil, requestError(ctx, err)
 	}
-	body := stall.NewBody(guarded, cancel, resp.Body, stall.Meter{Window: e.stall, Rate: slowest})
+	body := fair.NewBody(guarded, cancel, resp.Body, fair.Meter{Window: e.stall, Rate: slowest})
 	if resp.StatusCode >= http.StatusBadRequest {
 		body.Hurry()
 	}

@@ -15,9 +15,9 @@ import (
 // It returns an error if the content does not have the descriptor's size and digest.
 type ReadBlob func(ocispec.Descriptor) ([]byte, error)
 
-// ResolveLocal is Repository.Resolve for an image whose documents are on this machine. top
+// ResolveLocal is [Repository.Resolve] for an image whose documents are on this machine. top
 // describes its index or manifest. The documents get the same checks as those of a registry. The
-// error matches ErrNotImage if top describes something that belongs to an image.
+// error matches [ErrNotImage] if top describes something that belongs to an image.
 func ResolveLocal(read ReadBlob, top ocispec.Descriptor, node ocispec.Platform) (*Image, error) {
 	if _, ok := choosePlatform([]ocispec.Descriptor{top}, node); !ok {
 		return nil, errdefs.NotFound("image %s is not for platform %s", top.Digest, platforms.Format(node))
@@ -114,7 +114,7 @@ func LocalImage(config []byte, layers []ocispec.Descriptor) (*Image, error) {
 }
 
 // ParseIndex parses the index of an OCI layout (image-spec "image-layout.md") and returns its
-// entries. They may have any media type; ResolveLocal checks what they name.
+// entries. They may have any media type; [ResolveLocal] checks what they name.
 func ParseIndex(data []byte) ([]ocispec.Descriptor, error) {
 	doc, err := parseDocument(data, ocispec.MediaTypeImageIndex)
 	if err != nil {
@@ -123,5 +123,5 @@ func ParseIndex(data []byte) ([]ocispec.Descriptor, error) {
 	return doc.index, nil
 }
 
-// CheckValues returns an error if JSON has more than MaxValues values. Call it before decoding.
+// CheckValues returns an error if JSON has more than [MaxValues] values. Call it before decoding.
 func CheckValues(data []byte) error { return checkValues(data) }

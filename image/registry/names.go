@@ -195,8 +195,8 @@ func (c *Client) Candidates(name string) ([]Reference, error) {
 	return c.sources.Load().names.candidates(name)
 }
 
-// FirstOf calls pull for each candidate of an image name until one succeeds. The error of the last
-// decides the code of a failure; the text has all.
+// FirstOf calls pull for each candidate of an image name (see [Client.Candidates]) until one
+// succeeds. The error of the last decides the code of a failure; the text has all.
 func FirstOf[T any](candidates []Reference, pull func(Reference) (T, error)) (T, error) {
 	var none T
 	var failed error

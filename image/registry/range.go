@@ -12,7 +12,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"berth/internal/errdefs"
-	"berth/internal/stall"
+	"berth/internal/fair"
 )
 
 // ErrNoRanges is wrapped by the error of a host that answers a range request in another way.
@@ -35,8 +35,8 @@ type Range struct {
 
 // Range requests size bytes of a blob from an offset. It asks the hosts in order, beginning with
 // the number first, and returns when one has begun to answer. onBytes is called with each number of
-// received bytes. The caller closes the Range. Errors: those of Blob's Read; FailedPrecondition,
-// which wraps ErrNoRanges, if no host serves ranges.
+// received bytes. The caller closes the Range. Errors: those of [Blob.Read]; FailedPrecondition,
+// which wraps [ErrNoRanges], if no host serves ranges.
 func (r *Repository) Range(ctx context.Context, blob ocispec.Descriptor, first int, offset, size int64,
 	onBytes func(n int)) (*Range, error) {
 	if err := checkDescriptor(blob, 0); err != nil {
@@ -70,11 +70,11 @@ func (b *Range) open() error {
 // byte: other hosts may be faster than a timeout of the connection.
 func (b *Range) ask(e *endpoint) (io.ReadCloser, error) {
 	ctx, cancel := context.WithCancelCause(b.ctx)
-	late := time.AfterFunc(e.stall, func() { cancel(stall.Err) })
+	late := time.AfterFunc(e.stall, func() { cancel(fair.ErrStalled) })
 	resp, err := e.request(ctx, http.MethodGet, "blobs/"+b.blob.Digest.String(), http.Header{"Accept": {"*/*"},
 		"Range": {fmt.Sprintf("bytes=%d-%d", b.offset, b.end-1)}})
 	switch inTime := late.Stop(); {
-	case err != nil && errors.Is(context.Cause(ctx), stall.Err):
+	case err != nil && errors.Is(context.Cause(ctx), fair.ErrStalled):
 		err = &UnavailableError{Err: fmt.Errorf("no answer within %v: %w", e.stall, err)}
 	case err != nil:
 	case !inTime:

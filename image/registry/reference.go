@@ -12,7 +12,7 @@ import (
 )
 
 // Reference is a normalized image reference: short names of Docker Hub are expanded and a missing
-// tag is "latest". Exactly one of Tag and Digest is set.
+// tag is "latest". Exactly one of Tag and Digest is set. [ParseReference] returns it.
 type Reference struct {
 	Domain     string // registry host as written, "docker.io" for Docker Hub
 	Repository string // path below the host

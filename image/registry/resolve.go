@@ -12,10 +12,10 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"berth/internal/errdefs"
-	"berth/internal/stall"
+	"berth/internal/fair"
 )
 
-// Image is a resolved image without the content of its layers.
+// Image is a resolved image without the content of its layers. [Repository.Blob] reads them.
 type Image struct {
 	Digest       digest.Digest // of the index or manifest that the reference names
 	ConfigDigest digest.Digest // sha256; the image's ID
@@ -241,7 +241,7 @@ func (e *endpoint) fetch(
 	defer cancel()
 	data, contentType, err = e.fetchUntil(limited, suffix, want, limit)
 	if err != nil && limited.Err() != nil && ctx.Err() == nil {
-		err = &UnavailableError{Err: fmt.Errorf("%w: not complete after %v", stall.Err, e.document)}
+		err = &UnavailableError{Err: fmt.Errorf("%w: not complete after %v", fair.ErrStalled, e.document)}
 	}
 	return data, contentType, err
 }

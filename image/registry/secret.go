@@ -7,8 +7,8 @@ import (
 
 const redacted = "REDACTED"
 
-// Secret is a password or token. Printed, logged or marshaled it shows as REDACTED. Reveal is the
-// only access to its value.
+// Secret is a password or token. Printed, logged or marshaled it shows as REDACTED. [Secret.Reveal]
+// is the only access to its value.
 type Secret string
 
 // Reveal returns the secret itself.

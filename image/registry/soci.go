@@ -27,9 +27,9 @@ func sociIndexOf(m ocispec.Manifest) digest.Digest {
 	return d
 }
 
-// Ztocs fetches a SOCI index (Image.SOCIIndex) and returns the descriptors of its tables of
-// contents, by the digest of the layer's blob. Errors: FailedPrecondition if it is none, and
-// those of Resolve.
+// Ztocs fetches a SOCI index (SOCIIndex of [Image]) and returns the descriptors of its tables of
+// contents, by the digest of the layer's blob. Errors: FailedPrecondition if it is none, and those
+// of [Repository.Resolve].
 func (r *Repository) Ztocs(ctx context.Context, sociIndex digest.Digest) (ztocs map[digest.Digest]ocispec.Descriptor,
 	err error) {
 	err = r.askAll(ctx, capPull, func(e *endpoint) error {
@@ -70,7 +70,7 @@ func parseSOCIIndex(data []byte) (map[digest.Digest]ocispec.Descriptor, error) {
 }
 
 // Document fetches a small blob and verifies its size and digest. limit is in bytes. Errors: those
-// of Resolve.
+// of [Repository.Resolve].
 func (r *Repository) Document(ctx context.Context, blob ocispec.Descriptor, limit int64) (data []byte, err error) {
 	if err := checkDescriptor(blob, limit); err != nil {
 		return nil, err

@@ -16,7 +16,7 @@ import (
 	podmanref "go.podman.io/image/v5/docker/reference"
 
 	"berth/image/registry"
-	"berth/image/trust/wire"
+	"berth/image/trust/worker"
 )
 
 // policy is a policy.json. Package worker checks the requirements themselves.
@@ -142,7 +142,7 @@ func (f files) putPolicy(list []requirement) error {
 		return err
 	}
 	data, err := json.Marshal(copied)
-	f[wire.PolicyFile] = data
+	f[worker.PolicyFile] = data
 	return err
 }
 
@@ -195,7 +195,7 @@ func (f files) copyKeys(value any) (any, error) {
 		if err != nil {
 			return nil, fmt.Errorf("read key: %w", err)
 		}
-		name := path.Join(wire.KeyDir, strconv.Itoa(len(f)))
+		name := path.Join(worker.KeyDir, strconv.Itoa(len(f)))
 		f[name] = data
 		return "/" + name, nil
 	case []any:

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"path"
 	"path/filepath"
 	"strconv"
@@ -14,8 +15,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/image/trust/wire"
-	"berth/internal/jail/program"
+	"berth/image/trust/worker"
+	"berth/internal/jail"
 )
 
 // verifyTimeout limits a run of berth-verify, which takes milliseconds.
@@ -23,18 +24,29 @@ const verifyTimeout = time.Minute
 
 // run starts berth-verify with a directory of the given files and returns its verdict. An error
 // means that there is no verdict.
-func run(ctx context.Context, path string, content files) (wire.Verdict, error) {
+func run(ctx context.Context, path string, content files) (worker.Verdict, error) {
 	tree, err := content.mount()
 	if err != nil {
-		return wire.Verdict{}, err
+		return worker.Verdict{}, err
 	}
 	defer tree.Close() // the kernel then drops the mount
-	answer, err := program.Run(ctx, program.Command{Name: "berth-verify", Path: path, Args: []string{wire.Version},
-		Tree: tree, MaxOutput: wire.MaxVerdict, Timeout: verifyTimeout})
+	path, err = exec.LookPath(path)
 	if err != nil {
-		return wire.Verdict{}, err
+		return worker.Verdict{}, err
 	}
-	return wire.ParseVerdict(answer)
+	exe, err := os.Open(path)
+	if err != nil {
+		return worker.Verdict{}, err
+	}
+	defer exe.Close() // read only
+	ctx, cancel := context.WithTimeout(ctx, verifyTimeout)
+	defer cancel()
+	answer, err := jail.Run(ctx, jail.Command{Name: "berth-verify", Exe: exe, Version: worker.Version, Tree: tree},
+		worker.MaxVerdict)
+	if err != nil {
+		return worker.Verdict{}, err
+	}
+	return worker.ParseVerdict(answer)
 }
 
 // mount writes the files to a new tmpfs that is mounted nowhere, and returns its root directory.
@@ -53,7 +65,7 @@ func (f files) mount() (_ *os.File, err error) {
 	if err := unix.FsconfigCreate(filesystem); err != nil {
 		return nil, fmt.Errorf("create filesystem for berth-verify: %w", err)
 	}
-	fd, err := unix.Fsmount(filesystem, unix.FSMOUNT_CLOEXEC, program.Attributes)
+	fd, err := unix.Fsmount(filesystem, unix.FSMOUNT_CLOEXEC, jail.Attributes)
 	if err != nil {
 		return nil, fmt.Errorf("mount filesystem for berth-verify: %w", err)
 	}

@@ -35,7 +35,7 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"berth/image/registry"
-	"berth/image/trust/wire"
+	"berth/image/trust/worker"
 	"berth/internal/errdefs"
 )
 
@@ -65,7 +65,7 @@ type Evidence struct {
 }
 
 // Document is an index or manifest with its signatures, in the form of signature files of package
-// wire.
+// worker.
 type Document struct {
 	Digest     digest.Digest `json:"digest"`
 	Raw        []byte        `json:"raw"`
@@ -187,7 +187,7 @@ func (c Config) collect(
 					bundle = errdefs.Clip(a.MediaType)
 					continue
 				}
-				encoded, err := wire.Sigstore(a.MediaType, a.Payload, a.Annotations)
+				encoded, err := worker.Sigstore(a.MediaType, a.Payload, a.Annotations)
 				if err != nil {
 					return nil, err
 				}
@@ -219,7 +219,7 @@ const maxAccepted = 4096
 func (v *Verifier) verify(
 	ctx context.Context, c Config, needed []requirement, ref registry.Reference, evidence *Evidence,
 ) error {
-	content := files{wire.ReferenceFile: []byte(ref.String())}
+	content := files{worker.ReferenceFile: []byte(ref.String())}
 	if err := content.putPolicy(needed); err != nil {
 		return rejected("signature policy: %w", err)
 	}

@@ -103,7 +103,7 @@ func (b *bench) openCold(ctx context.Context) (err error) {
 		return err
 	}
 	site := &subject.Site{Machine: b.machine, Dir: b.dir, State: b.state, Work: work, HTTP: b.registry.Host}
-	for column, lines := range map[string][]string{report.Ours: nil, report.Lazy: {`lazy.policy = "indexed"`, `lazy.min_time = "0s"`}} {
+	for column, lines := range map[string][]string{report.Ours: nil, report.Lazy: {`lazy.policy = "on"`, `lazy.min_time = "0s"`}} {
 		s, err := site.Berth(ctx, column, b.berth, b.revision, false, lines...)
 		if err != nil {
 			return err

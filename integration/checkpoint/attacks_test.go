@@ -9,7 +9,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
 	"berth/integration/harness"
 )
 

@@ -19,7 +19,7 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
 	"berth/integration/harness"
 	"berth/integration/machine"
 )

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/integration/harness"
 	"berth/integration/inventory"
 	"berth/integration/machine"
@@ -303,7 +303,7 @@ func (w *world) clean(t *testing.T) {
 	w.removeImages(t)
 	w.d.RemovePartial(t)
 	for _, records := range []string{"pods", "containers", "images/records"} { // removed by an operator
-		harness.Must(t, os.RemoveAll(filepath.Join(w.d.Root, records, checkpoint.SetAsideDir)))
+		harness.Must(t, os.RemoveAll(filepath.Join(w.d.Root, records, record.SetAsideDir)))
 	}
 	harness.Must(t, os.RemoveAll(w.d.LogDir)) // removed by kubelet
 	harness.Must(t, os.Mkdir(w.d.LogDir, 0o700))

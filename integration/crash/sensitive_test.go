@@ -17,7 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/integration/harness"
 	"berth/integration/inventory"
 	"berth/integration/machine"
@@ -153,12 +153,12 @@ func fileLeftovers(d *harness.Daemon, w *world) []leftover {
 		{"file below root", func(t *testing.T) func() { // changed content of a record
 			path := filepath.Join(d.Root, "pods", w.podID+".record")
 			content := harness.Get(os.ReadFile(path))(t)
-			_, body, err := checkpoint.Decode("pod", content)
+			_, body, err := record.Decode("pod", content)
 			harness.Must(t, err)
 			changed := map[string]any{}
 			harness.Must(t, json.Unmarshal(body, &changed))
 			changed["selinux"] = map[string]any{"process": "left"}
-			records := harness.Get(checkpoint.OpenDir(filepath.Dir(path), "pod", 1, checkpoint.Process))(t)
+			records := harness.Get(record.OpenDir(filepath.Dir(path), "pod", 1, record.Process))(t)
 			harness.Must(t, records.Write(w.podID, changed))
 			return func() { harness.Must(t, os.WriteFile(path, content, 0o600)) }
 		}},

@@ -6,7 +6,7 @@ import (
 	"strings"
 	"testing"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/image"
 	"berth/integration/harness"
 	"berth/internal/failpoint/points"
@@ -21,9 +21,9 @@ var starts = []operation{
 	{name: "Start_lost_records_crun", daemon: withCrun, spoil: loseRecords,
 		prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: doNothing, more: true},
 	{name: "Start_lost_record_of_created_container", spoil: loseContainerRecord, prepare: with(podRuns(hostPort), withContainer(), created), request: doNothing, more: true},
-	{name: "Start_damaged_records", named: checkpoint.SetAsideDir, spoil: with(damageRecords, emptyAddress), prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing},
+	{name: "Start_damaged_records", named: record.SetAsideDir, spoil: with(damageRecords, emptyAddress), prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing},
 	{name: "Start_other_programs", spoil: with(renameProgram("pause"), renameProgram("monitor")), prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing, more: true},
-	{name: "Start_damaged_layer", named: checkpoint.SetAsideDir, spoil: damageLayers, prepare: has(first), request: pull(first), more: true},
+	{name: "Start_damaged_layer", named: record.SetAsideDir, spoil: damageLayers, prepare: has(first), request: pull(first), more: true},
 	{name: "Start_lost_state_of_running_pod", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing, more: true},
 	{name: "Start_lost_state", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: nothing, request: doNothing, more: true},
 }

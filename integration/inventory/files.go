@@ -17,7 +17,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	shimproto "berth/shim/proto"
 )
 
@@ -174,7 +174,7 @@ func recorded(path, _ string, _ *unix.Stat_t) (string, error) {
 	if words := strings.Fields(string(header)); len(words) > 1 {
 		kind = words[1]
 	}
-	version, body, err := checkpoint.Decode(kind, data)
+	version, body, err := record.Decode(kind, data)
 	if err != nil {
 		return "", err
 	}

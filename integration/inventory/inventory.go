@@ -15,7 +15,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strings"
 )
 
 // Items counts everything that exists, by kind and name.
@@ -43,16 +42,13 @@ var madeOnce = map[string]bool{
 	"file below root: /runtime/runtime.record": true, // configuration from UpdateRuntimeConfig
 }
 
-// bans begins the records of peers that have lied. They stay for an hour.
-const bans = "file below root: /images/bans/"
-
 // Grown returns the names that occur more often in s than in before.
 func (s Items) Grown(before Items) []string {
 	var out []string
 	for _, kind := range slices.Sorted(maps.Keys(s)) {
 		for _, name := range slices.Sorted(maps.Keys(s[kind])) {
 			n, was := s[kind][name], before[kind][name]
-			if n > was && !(n == 1 && madeOnce[kind+": "+name]) && !strings.HasPrefix(kind+": "+name, bans) {
+			if n > was && !(n == 1 && madeOnce[kind+": "+name]) {
 				out = append(out, fmt.Sprintf("%s: %s (%d, before %d)", kind, name, n, was))
 			}
 		}

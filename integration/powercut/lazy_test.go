@@ -18,7 +18,7 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/image"
+	"berth/image/lazy"
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
@@ -56,7 +56,7 @@ func newLazyNode(t *testing.T, f filesystem) *lazyNode {
 	n.gate = fixture.NewGate(n.blob)
 	harness.Registry.Hook(n.gate.Hook)
 	t.Cleanup(func() { harness.Registry.Hook(nil) })
-	n.Daemon = harness.NewDaemon(t, harness.WithConfig(`lazy.policy = "indexed"`, "lazy.min_bytes = 1", `lazy.min_time = "0s"`), n.onDisk)
+	n.Daemon = harness.NewDaemon(t, harness.WithConfig(`lazy.policy = "on"`, "lazy.min_bytes = 1", `lazy.min_time = "0s"`), n.onDisk)
 	return n
 }
 
@@ -271,7 +271,7 @@ func (n *lazyNode) state(t *testing.T, found known, recorded int) string {
 	}
 	status := harness.Get(n.Images.ImageStatus(t.Context(), &runtimeapi.ImageSpec{Image: n.image().id}, true))(t)
 	var info struct {
-		Lazy *image.LazyImage `json:"lazy"`
+		Lazy *lazy.Status `json:"lazy"`
 	}
 	harness.Must(t, json.Unmarshal([]byte(status.Info["info"]), &info))
 	if info.Lazy == nil || !info.Lazy.Layers[large].Incomplete {

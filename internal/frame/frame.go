@@ -1,5 +1,5 @@
 // Package frame is the framing of two protocols: the monitor's socket (shim/proto) and the answer
-// of berth-unpack (image/unpack/wire).
+// of berth-unpack (image/unpack/worker).
 //
 // # Contract
 //

@@ -1,6 +1,10 @@
-// Package jail confines a process to the files below one directory.
+// Package jail runs programs that parse hostile input, confined to the files below one directory.
 //
 // # Contract
+//
+// The daemon starts a program with Start or Run and reads its answer within limits. The program's
+// main function is Main, and its first step is Process. An answer comes from a program that hostile
+// input may control, so the daemon decodes it strictly.
 //
 // After Process, whatever code it runs, a process
 //
@@ -18,8 +22,10 @@
 //   - has limits for memory, descriptors, file size and CPU time, and is the first
 //     process that the OOM killer takes.
 //
-// The process that starts it creates the namespaces. Landlock would add nothing to the root
-// directory and took 6 % more CPU time for a distribution's layer.
+// Start creates the namespaces. Landlock would add nothing to the root directory and took 6 % more
+// CPU time for a distribution's layer.
+//
+// berth-unpack links this package and is started for every layer, so it imports little.
 package jail
 
 import (
@@ -45,9 +51,6 @@ type Grant struct {
 	OnlyData bool   // it opens and makes no file, and has no capability
 	ReadOnly bool   // it opens files only to read, and has no capability
 }
-
-// TreeFD is the descriptor of the tree in a program that package jail/program starts.
-const TreeFD = 3
 
 // step is one step of confining a process.
 type step struct {

@@ -74,8 +74,6 @@ func (a *Adjustment) annotations() map[string]string {
 
 // Node provides the facts of the node and container that the spec lacks.
 type Node struct {
-	// OOMScoreAdjMin is the lowest value that the kernel accepts.
-	OOMScoreAdjMin int
 	// Sysctl returns the dotted name of a sysctl, or the reason why the container may not set it to
 	// value.
 	Sysctl func(name, value string) (string, error)
@@ -98,7 +96,7 @@ func (a *Adjustment) Apply(spec *specs.Spec, node Node) error {
 	}
 	applyHooks(spec, adjust.GetHooks())
 	applyRlimits(spec, adjust.GetRlimits())
-	applyProcess(spec, linux, node)
+	applyProcess(spec, linux)
 	applyDevices(spec, linux.GetDevices())
 	applyDeviceRules(spec, linux.GetResources().GetDevices())
 	applyNetDevices(spec, linux.GetNetDevices())
@@ -169,9 +167,9 @@ func applyRlimits(spec *specs.Spec, limits []*api.POSIXRlimit) {
 }
 
 // applyProcess sets the kernel attributes of the container's first process.
-func applyProcess(spec *specs.Spec, linux *api.LinuxContainerAdjustment, node Node) {
+func applyProcess(spec *specs.Spec, linux *api.LinuxContainerAdjustment) {
 	if score := linux.GetOomScoreAdj(); score != nil {
-		value := max(int(score.GetValue()), node.OOMScoreAdjMin)
+		value := int(score.GetValue())
 		spec.Process.OOMScoreAdj = &value
 	}
 	if priority := linux.GetIoPriority(); priority != nil {

@@ -21,9 +21,10 @@ const (
 	methodUpdateContainers = "/nri.pkg.api.v1alpha1.Runtime/UpdateContainers"
 )
 
-// evictions collects the evictions of one request from all plugins. The lock guards the list.
+// evictions collects the evictions of one request from all plugins.
 type evictions struct {
-	mu   sync.Mutex
+	mu sync.Mutex
+	// +checklocks:mu
 	list []*api.ContainerEviction
 }
 

@@ -32,7 +32,7 @@ func testSpec() *specs.Spec {
 	}
 }
 
-var testNode = Node{OOMScoreAdjMin: -10, Sysctl: func(name, value string) (string, error) {
+var testNode = Node{Sysctl: func(name, value string) (string, error) {
 	if value == "bad" {
 		return "", errdefs.InvalidArgument("sysctl %s", name)
 	}
@@ -98,7 +98,7 @@ func TestAdjustmentsAreApplied(t *testing.T) {
 		"rlimits":    {spec.Process.Rlimits, []specs.POSIXRlimit{{Type: "RLIMIT_NOFILE", Hard: 20, Soft: 10}}},
 		"sysctl":     {spec.Linux.Sysctl, map[string]string{"net.y": "4", "net.z": "3"}},
 		"namespaces": {spec.Linux.Namespaces, []specs.LinuxNamespace{{Type: specs.MountNamespace}, {Type: specs.NetworkNamespace, Path: "/run/netns/y"}}},
-		"oom":        {*spec.Process.OOMScoreAdj, -10},    // the lowest value that the kernel accepts
+		"oom":        {*spec.Process.OOMScoreAdj, -500},
 		"prestart":   {spec.Hooks.Prestart[0].Path, "/p"}, //nolint:staticcheck // deprecated, but in use
 		"hook":       {*spec.Hooks.StartContainer[0].Timeout, 3},
 		"errno":      {*spec.Linux.Seccomp.DefaultErrnoRet, uint(38)},

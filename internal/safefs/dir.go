@@ -18,8 +18,9 @@ import (
 // maxSymlinks is the kernel's limit of symlinks in one resolution (MAXSYMLINKS).
 const maxSymlinks = 40
 
-// Dir is an open directory inside a root. Its methods take names of single path components and
-// refuse other names with EINVAL. A Dir has no finalizer: the owner must close it.
+// Dir is an open directory inside a root, from [OpenDir] or [Maker.MkdirAll]. Its methods take
+// names of single path components and refuse other names with EINVAL. A Dir has no finalizer: the
+// owner must close it.
 type Dir struct {
 	fd   int
 	path string
@@ -36,7 +37,7 @@ func OpenDir(root *os.File, path string) (*Dir, error) {
 	return &Dir{fd, clean}, nil
 }
 
-// Maker has options for MkdirAll, ResolveDir and Resolve.
+// Maker has options for [Maker.MkdirAll], [Maker.ResolveDir] and [Maker.Resolve].
 type Maker struct {
 	// Perm is the mode of new directories.
 	Perm uint32
@@ -303,8 +304,8 @@ func (d *Dir) Create(name string, perm uint32) (*os.File, error) {
 }
 
 // OpenRegular opens the regular file name with O_RDONLY, or with O_WRONLY|O_TRUNC. It returns
-// ErrNotRegular for other types, and for a symlink. Like the function OpenRegular it never opens a
-// device or a FIFO.
+// [ErrNotRegular] for other types, and for a symlink. Like the function [OpenRegular] it never
+// opens a device or a FIFO.
 func (d *Dir) OpenRegular(name string, flags int) (*os.File, error) {
 	if err := d.check("open", name); err != nil {
 		return nil, err
@@ -430,7 +431,7 @@ func (d *Dir) RemoveAll(name string) error {
 	return d.RemoveAllUntil(context.Background(), name)
 }
 
-// RemoveAllUntil is RemoveAll, but returns ctx's error when ctx ends.
+// RemoveAllUntil is [Dir.RemoveAll], but returns ctx's error when ctx ends.
 func (d *Dir) RemoveAllUntil(ctx context.Context, name string) error {
 	return d.at("remove", name, func() error { return removeAll(ctx, d.fd, name) })
 }

@@ -6,9 +6,10 @@
 // The kernel resolves every path as if the root were the process's root directory (openat2 with
 // RESOLVE_IN_ROOT). Absolute symlinks and ".." stay inside even if the tree changes meanwhile, and
 // magic links (symlinks in /proc) are not followed. No function relies on a path that was checked
-// earlier. All descriptors are close-on-exec. The package needs Linux 5.6.
+// earlier. [OpenRoot] opens the root. All descriptors are close-on-exec. The package needs Linux
+// 5.6.
 //
-// Functions that take a *Dir act on one name in that directory and do not follow a symlink there.
+// Methods of a [Dir] act on one name in that directory and do not follow a symlink there.
 //
 // Errors are *fs.PathError around an errno, so errors.Is works with fs.ErrNotExist and others.
 package safefs
@@ -27,7 +28,7 @@ import (
 // device or a FIFO.
 var ErrNotRegular = errors.New("not a regular file")
 
-// ErrTooLarge is returned by ReadFile for a file above the caller's limit.
+// ErrTooLarge is returned by [ReadFile] for a file above the caller's limit.
 var ErrTooLarge = errors.New("file is too large")
 
 // resolveInRoot are the flags for the resolution of every path of this package.
@@ -57,8 +58,8 @@ func OpenHost(path string) (*os.File, error) {
 // Open adds O_CLOEXEC, and O_NONBLOCK so that it does not wait for a FIFO or a device. An empty
 // path means the root.
 //
-// Opening a device node can have side effects. For content that comes from an image use ReadFile or
-// OpenRegular.
+// Opening a device node can have side effects. For content that comes from an image use [ReadFile]
+// or [OpenRegular].
 func Open(root *os.File, path string, flags int, mode uint32) (*os.File, error) {
 	fd, err := open(root, path, flags, mode)
 	if err != nil {
@@ -67,8 +68,8 @@ func Open(root *os.File, path string, flags int, mode uint32) (*os.File, error) 
 	return os.NewFile(uintptr(fd), path), nil
 }
 
-// OpenRegular opens the regular file at path inside root for reading. It returns ErrNotRegular for
-// other types. It checks the type before it opens the file, so that it never opens a device.
+// OpenRegular opens the regular file at path inside root for reading. It returns [ErrNotRegular]
+// for other types. It checks the type before it opens the file, so that it never opens a device.
 // Opening can have side effects, for example it starts a watchdog.
 func OpenRegular(root *os.File, path string) (*os.File, error) {
 	f, err := openRegular(root, path)
@@ -105,8 +106,8 @@ func reopenRegular(fd int, path string, flags int) (*os.File, error) {
 	return os.NewFile(uintptr(rfd), path), nil
 }
 
-// ReadFile returns the content of the regular file at path inside root. It returns ErrNotRegular
-// for other types and ErrTooLarge for more than max bytes, and allocates at most max+1 bytes.
+// ReadFile returns the content of the regular file at path inside root. It returns [ErrNotRegular]
+// for other types and [ErrTooLarge] for more than max bytes, and allocates at most max+1 bytes.
 func ReadFile(root *os.File, path string, max int64) ([]byte, error) {
 	f, err := OpenRegular(root, path)
 	if err != nil {
@@ -116,8 +117,8 @@ func ReadFile(root *os.File, path string, max int64) ([]byte, error) {
 	return readAll(f, path, max)
 }
 
-// ReadHostFile is ReadFile for a trusted path of the host, and follows symlinks. The file may still
-// be a FIFO, a device or endless.
+// ReadHostFile is [ReadFile] for a trusted path of the host, and follows symlinks. The file may
+// still be a FIFO, a device or endless.
 func ReadHostFile(path string, max int64) ([]byte, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {

@@ -32,11 +32,11 @@ var ErrMoved = errors.New("a directory was moved during the walk")
 
 // Walk visits all entries below a directory, unordered. The tree may be hostile and may change
 // meanwhile. The walk never leaves it. Memory and descriptors are limited even for deep and wide
-// trees. One goroutine uses a Walk and must close it.
+// trees. One goroutine uses a Walk, which [NewWalk] starts, and must close it.
 //
 // At most walkOpen directories are open. Their ancestors are closed and opened again by file handle
 // (open_by_handle_at(2)), even if they were moved. On filesystems without handles they are opened
-// by "..", and ErrMoved reports a moved one.
+// by "..", and [ErrMoved] reports a moved one.
 type Walk struct {
 	oneFilesystem bool
 	root          *os.File // for opening file handles
@@ -67,7 +67,7 @@ type reader struct {
 	cursor int64  // position after the entry that was returned last
 }
 
-// Entry is a name in a directory. It is valid until the next call of Next.
+// Entry is a name in a directory. It is valid until the next call of [Walk.Next].
 type Entry struct {
 	Name string
 	Dir  bool // it was a directory when the names were read
@@ -114,8 +114,8 @@ func (w *Walk) Close() error {
 // missed files that moved from an unread directory to one that was read.
 func (w *Walk) Changed() bool { return w.changed }
 
-// Incomplete returns why the walk skipped parts of the tree (ErrTooDeep, ErrMoved), or nil. If it
-// is nil, the walk has visited everything that was not moved.
+// Incomplete returns why the walk skipped parts of the tree ([ErrTooDeep], [ErrMoved]), or nil. If
+// it is nil, the walk has visited everything that was not moved.
 func (w *Walk) Incomplete() error {
 	switch {
 	case w.tooDeep:
@@ -126,7 +126,7 @@ func (w *Walk) Incomplete() error {
 	return nil
 }
 
-// Skip skips the content of the directory that Next has just returned.
+// Skip skips the content of the directory that [Walk.Next] has just returned.
 func (w *Walk) Skip() { w.enter = "" }
 
 // Next returns the next entry, or io.EOF after the last one. A directory comes before its content.

@@ -6,13 +6,14 @@ import (
 	"time"
 )
 
-// Lifetime is a group of goroutines that share a context and end with it. The lock guards closed
-// and the counter of group.
+// Lifetime is a group of goroutines that share a context and end with it. The lock also
+// guards the counter of group.
 type Lifetime struct {
 	ctx    context.Context
 	cancel context.CancelFunc
 	group  sync.WaitGroup
 	mu     sync.Mutex
+	// +checklocks:mu
 	closed bool
 }
 

@@ -25,10 +25,12 @@ func (w Wait) Overdue(now time.Time) bool { return w.Limit > 0 && now.Sub(w.Sinc
 // Waits is the set of current waits in all parts of the daemon: for other processes, plugins,
 // registries, disks, locks. Each waiter has a separate deadline. The limit here only determines
 // when the daemon reports a wait. The zero value is ready for use; a nil Waits records nothing. The
-// lock guards the set and is held for map operations only.
+// lock is held for map operations only.
 type Waits struct {
-	mu   sync.Mutex
-	now  map[*Wait]struct{}
+	mu sync.Mutex
+	// +checklocks:mu
+	now map[*Wait]struct{}
+	// +checklocks:mu
 	wake chan struct{} // wakes Watch; nil: Watch does not run
 
 	limit   atomic.Int64  // limit of waits that Begin records; 0: usualLimit
@@ -80,7 +82,9 @@ func (w *Waits) begin(what, object string, limit time.Duration, open bool) (end 
 	}
 }
 
-// wakeWatch wakes Watch. The caller holds the lock.
+// wakeWatch wakes Watch.
+//
+// +checklocks:w.mu
 func (w *Waits) wakeWatch() {
 	select {
 	case w.wake <- struct{}{}:

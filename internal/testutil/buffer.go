@@ -8,9 +8,10 @@ import (
 )
 
 // Buffer is a bytes.Buffer for concurrent use: tests read it while others write. The zero value is
-// ready for use. The lock guards the content.
+// ready for use.
 type Buffer struct {
-	mu      sync.Mutex
+	mu sync.Mutex
+	// +checklocks:mu
 	content bytes.Buffer
 }
 

@@ -40,7 +40,8 @@ func Logger(t testing.TB) *slog.Logger {
 // LogWriter writes to the log of a test until the test ends.
 type LogWriter struct {
 	mu sync.Mutex // guards t, also while it is written to
-	t  testing.TB // nil: the test has ended
+	// +checklocks:mu
+	t testing.TB // nil: the test has ended
 }
 
 // NewLogWriter returns a LogWriter.

@@ -59,8 +59,10 @@ func New(dir string, remove func(ctx context.Context, path string) error, waits 
 
 // sizes has the known disk usage of the trees in the trash, by name.
 type sizes struct {
-	mu     sync.Mutex // guards the fields below
-	of     map[string]diskusage.Usage
+	mu sync.Mutex
+	// +checklocks:mu
+	of map[string]diskusage.Usage
+	// +checklocks:mu
 	failed map[string]bool // the last deletion failed
 }
 

@@ -4,9 +4,9 @@
 // # Contract
 //
 // The package is pure, except that it draws random SELinux categories. It reads the host's files
-// through Files. It refuses requests that the host cannot fulfil. SELinux labels on a host without
-// SELinux are an exception, because every kubelet may send them. InvalidArgument errors name the
-// field. FailedPrecondition errors name the missing feature of the host.
+// through [Files]. It refuses requests that the host cannot fulfil. SELinux labels on a host
+// without SELinux are an exception, because every kubelet may send them. InvalidArgument errors
+// name the field. FailedPrecondition errors name the missing feature of the host.
 package confine
 
 import (
@@ -35,7 +35,7 @@ type Files interface {
 
 const localhostPrefix = "localhost/"
 
-// Profile is the request of a seccomp or AppArmor field.
+// Profile is the request of a seccomp or AppArmor field, from [NewProfile] or [AppArmorProfile].
 type Profile struct {
 	kind runtimeapi.SecurityProfile_ProfileType
 	ref  string // Localhost: a path (seccomp) or a name (AppArmor)

@@ -11,7 +11,8 @@ import (
 	"berth/internal/host"
 )
 
-// Labels are the SELinux labels of a pod or container, empty on a host without SELinux.
+// Labels are the SELinux labels of a pod or container, empty on a host without SELinux. [NewLabels]
+// chooses them.
 type Labels struct {
 	Process string `json:"process,omitempty"`
 	Mount   string `json:"mount,omitempty"` // label of the root filesystem, and of berth's mounts in the container

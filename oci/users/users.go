@@ -32,7 +32,7 @@ const maxID = math.MaxInt32
 // maxGroups is the kernel's limit, NGROUPS_MAX.
 const maxGroups = 65536
 
-// User is the identity of a process in a container.
+// User is the identity of a process in a container. [Resolve] finds it.
 type User struct {
 	UID, GID uint32
 	// Groups are all groups of the process including GID, ascending and distinct.
@@ -40,7 +40,7 @@ type User struct {
 	Home   string // from passwd; "" for a user without an entry
 }
 
-// Request is a requested identity. Use ContainerRequest or SandboxRequest.
+// Request is a requested identity. Use [ContainerRequest] or [SandboxRequest].
 type Request struct {
 	UID, GID  *int64 // run_as_user, run_as_group
 	Username  string // run_as_username

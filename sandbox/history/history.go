@@ -26,7 +26,7 @@ import (
 	"sync"
 	"time"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/internal/errdefs"
 	"berth/internal/trace"
 )
@@ -218,7 +218,7 @@ const tmpName = ".tmp"
 // encode returns the content of a start's file. It omits the parts of operations that do not fit.
 func encode(s Start) ([]byte, error) {
 	for {
-		data, err := checkpoint.Encode(kind, version, s)
+		data, err := record.Encode(kind, version, s)
 		if err != nil || len(data) <= maxFile {
 			return data, err
 		}
@@ -265,7 +265,7 @@ func (h *History) load(podID string) (s Start, err error) {
 	if err != nil {
 		return s, fmt.Errorf("read start of pod sandbox %s: %w", podID, err)
 	}
-	_, body, err := checkpoint.Decode(kind, data)
+	_, body, err := record.Decode(kind, data)
 	if err == nil {
 		err = json.Unmarshal(body, &s)
 	}

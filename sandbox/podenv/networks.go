@@ -10,7 +10,7 @@ import (
 	"net/netip"
 	"time"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/cni"
 	"berth/internal/task"
 	"berth/internal/trace"
@@ -20,7 +20,7 @@ import (
 // Networks attaches pods to the node's network.
 type Networks struct {
 	network *cni.Network
-	records *checkpoint.Dir
+	records *record.Dir
 	lock    task.Lock // serializes changes of the pod CIDR
 	tasks   *task.Runner
 	log     *slog.Logger
@@ -59,7 +59,7 @@ func (n *Networks) SetPodCIDR(ctx context.Context, cidr string) error {
 
 // Load reads the pod CIDR that an earlier daemon recorded. damaged lists records that cannot be
 // read.
-func (n *Networks) Load() (damaged []checkpoint.Damaged, err error) {
+func (n *Networks) Load() (damaged []record.Damaged, err error) {
 	return n.records.Load(func(_ string, _ int, body []byte) error {
 		var rec state.Runtime
 		if err := json.Unmarshal(body, &rec); err != nil {

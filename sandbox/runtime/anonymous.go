@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
+	"berth/checkpoint/process/dump"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
@@ -24,7 +25,6 @@ import (
 	"berth/internal/trace"
 	"berth/internal/userns"
 	"berth/oci"
-	"berth/sandbox/dump"
 	"berth/sandbox/state"
 )
 
@@ -60,7 +60,7 @@ func (k Launcher) MakeVolumes(
 	if len(volumes) == 0 || c.Restore != nil {
 		return volumes, nil
 	}
-	dir := k.Node.Dirs.Volumes(c.ID)
+	dir := k.Node.Volumes(c.ID)
 	if err := rootfs.MakeDir(dir, 0o700, 0, 0); err != nil {
 		return nil, fmt.Errorf("make volumes of container %s: %w", c.ID, err)
 	}

@@ -22,7 +22,9 @@ func (k Launcher) Describe(ctx context.Context, pod *state.Pod, c *state.Contain
 	describing *atomic.Bool) (*specs.Spec, error) {
 	ctx, cancel := context.WithTimeout(ctx, describeLimit)
 	defer cancel()
-	return k.describeOnce(ctx, c.ID, describing, func() (*specs.Spec, error) { return k.describe(pod, c, targetPIDNS) })
+	return k.describeOnce(ctx, c.ID, describing, func() (*specs.Spec, error) {
+		return k.describe(ctx, pod, c, targetPIDNS)
+	})
 }
 
 // describeOnce runs describe, which may hang, and waits for it until ctx ends.

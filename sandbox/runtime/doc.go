@@ -8,8 +8,10 @@
 // removal needs no memory of completed steps. The image store holds layers under the container's ID
 // until they are released. Holding and releasing may be repeated. No container can change a layer.
 //
-// The runtime-spec is a function of the recorded Spec and the node. Annotations of users do not
-// affect the runtime.
+// The runtime-spec is a function of the recorded Spec and the node. It is built when a container is
+// planned, and once more if plugins have changed the container. A start gets that spec. If a daemon
+// has only the record, it builds the spec again, also for display and for checkpoints. Annotations
+// of users do not affect the runtime.
 //
 // Images are inspected (users, subpaths) through a mount that belongs to no mount namespace. Reads
 // stay inside the image and are bounded. A fault of the image is InvalidArgument.

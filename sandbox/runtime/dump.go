@@ -19,11 +19,9 @@ import (
 
 // Dumper freezes containers and dumps their processes with CRIU.
 type Dumper struct {
-	Dirs          state.Dirs
-	SystemdCgroup bool   // cgroup paths are names of systemd scopes
-	CRIU          string // path, or a name in PATH; empty: criu
-	Launchers     *shim.Launchers
-	Log           *slog.Logger
+	Node      state.Node
+	Launchers *shim.Launchers
+	Log       *slog.Logger
 }
 
 // Dump is a prepared dump. *shim.Dump implements it and documents the methods.
@@ -42,7 +40,7 @@ type Frozen interface {
 // Prepare starts CRIU for a dump into dir. Errors: FailedPrecondition if CRIU is missing or too
 // old, or the container cannot be dumped.
 func (k Dumper) Prepare(ctx context.Context, id string, dir *os.File) (Dump, error) {
-	path, err := criu.Locate(k.CRIU)
+	path, err := criu.Locate(k.Node.CRIU)
 	if err != nil {
 		return nil, errdefs.FailedPrecondition("%w", err)
 	}
@@ -60,13 +58,13 @@ const freezeTime = 5 * time.Second
 // Freeze freezes a container. Its monitor thaws it after limit at the latest. Errors:
 // FailedPrecondition if a process in uninterruptible sleep keeps it from freezing.
 func (k Dumper) Freeze(ctx context.Context, id, cgroupsPath string, limit time.Duration) (Frozen, error) {
-	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
+	group, err := k.Node.Cgroup(cgroupsPath)
 	if err != nil {
 		return nil, err
 	}
 	freezeCtx, cancel := context.WithTimeout(ctx, freezeTime)
 	defer cancel()
-	f, err := shim.OpenMonitor(k.Dirs.Shim(id)).Freeze(freezeCtx, group.FreezerDir(), limit)
+	f, err := shim.OpenMonitor(k.Node.Shim(id)).Freeze(freezeCtx, group.FreezerDir(), limit)
 	if err != nil && freezeCtx.Err() != nil && ctx.Err() == nil {
 		return nil, errdefs.FailedPrecondition("its processes do not freeze within %v%s", freezeTime, unfreezable(group))
 	}
@@ -112,7 +110,7 @@ func (k Dumper) Thaw(cgroupsPath string) error {
 	if cgroupsPath == "" {
 		return nil
 	}
-	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
+	group, err := k.Node.Cgroup(cgroupsPath)
 	if err != nil {
 		return err
 	}

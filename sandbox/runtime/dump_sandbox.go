@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/task"
@@ -94,7 +94,7 @@ func (k Dumper) checkOverlay(podID string, c *state.ContainerSpec) error {
 		return nil
 	}
 	// runsc's file with the changes of a root filesystem (option overlay2, medium self).
-	overlay := filepath.Join(k.Dirs.Writable(c.ID), "upper", ".gvisor.filestore."+podID)
+	overlay := filepath.Join(k.Node.Writable(c.ID), "upper", ".gvisor.filestore."+podID)
 	_, err := os.Lstat(overlay)
 	if errors.Is(err, fs.ErrNotExist) {
 		return errdefs.FailedPrecondition(
@@ -109,7 +109,7 @@ func (k Dumper) checkOverlay(podID string, c *state.ContainerSpec) error {
 // checkShm returns FailedPrecondition if the pod's /dev/shm has files. They are on the node, and
 // nothing keeps them unchanged while the sandbox is saved.
 func (k Dumper) checkShm(podID string) error {
-	dir, err := os.Open(k.Dirs.Shm(podID))
+	dir, err := os.Open(k.Node.Shm(podID))
 	if errors.Is(err, fs.ErrNotExist) { // the pod uses the node's
 		return nil
 	}

@@ -47,7 +47,7 @@ func TestEndShimRecordsExit(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			k := testProcesses(t)
-			testutil.Must(t, os.MkdirAll(k.Dirs.Shim("c"), 0o700))
+			testutil.Must(t, os.MkdirAll(k.Node.Shim("c"), 0o700))
 			initCmd, init := startProcess(t, "sh", "-c", c.script)
 			monitorCmd, monitor := startProcess(t, "sleep", "1000")
 			testutil.Must(t, pidfd.Signal(monitor, unix.SIGSTOP))
@@ -61,7 +61,7 @@ func TestEndShimRecordsExit(t *testing.T) {
 			group := fmt.Sprintf("/berth-unit-test-no-such-group-%d", os.Getpid())
 			testutil.Must(t, k.EndShim(t.Context(), "c", group, c.runtime, run))
 			_ = monitorCmd.Wait() // EndShim killed it
-			got, err := shim.ReadExit(k.Dirs.Shim("c"))
+			got, err := shim.ReadExit(k.Node.Shim("c"))
 			if (err == nil) != c.recorded {
 				t.Fatalf("exit %+v, %v", got, err)
 			}

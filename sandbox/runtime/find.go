@@ -11,7 +11,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/cgroup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/sandbox/state"
@@ -65,7 +64,7 @@ func (k Processes) openShim(ctx context.Context, id string) (*os.File, proto.Pro
 	ctx, cancel := context.WithTimeout(ctx, HandoverLimit)
 	defer cancel()
 	for {
-		ids, err := shim.ReadShim(k.Dirs.Shim(id))
+		ids, err := shim.ReadShim(k.Node.Shim(id))
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil, ids, nil
 		}
@@ -131,13 +130,13 @@ func isLauncher(pid int, shim *os.File) (bool, error) {
 func (k Processes) ReadExit(
 	ctx context.Context, id string, startedAt time.Time,
 ) (exit state.Exit, lost bool, err error) {
-	left, err := shim.ReadExit(k.Dirs.Shim(id))
+	left, err := shim.ReadExit(k.Node.Shim(id))
 	for isTransient(err) {
 		k.Log.Error("read exit record", "container", id, "error", err)
 		if !k.Tasks.Sleep(ctx, time.Second, "exit record", "container "+id) {
 			return exit, false, err
 		}
-		left, err = shim.ReadExit(k.Dirs.Shim(id))
+		left, err = shim.ReadExit(k.Node.Shim(id))
 	}
 	if err != nil {
 		return state.Exit{
@@ -161,7 +160,7 @@ func (k Processes) ReadExit(
 
 // LogLost logs that the shim of a started container was lost, and why its exit is unknown.
 func (k Processes) LogLost(id string) {
-	_, err := shim.ReadExit(k.Dirs.Shim(id))
+	_, err := shim.ReadExit(k.Node.Shim(id))
 	k.Log.Error("the shim of a container was lost", "container", id, "error", err)
 }
 
@@ -175,7 +174,7 @@ func (k Processes) UnreadableExit(id string, run *Running) error {
 	if ended, err := pidfd.Exited(run.Shim); !ended || err != nil { // closed after the exit was published
 		return nil
 	}
-	if _, err := shim.ReadExit(k.Dirs.Shim(id)); isTransient(err) {
+	if _, err := shim.ReadExit(k.Node.Shim(id)); isTransient(err) {
 		return err
 	}
 	return nil
@@ -197,9 +196,9 @@ func (k Processes) KillLeftBehind(ctx context.Context, id, cgroupsPath string) e
 	ctx, cancel := context.WithTimeout(ctx, KillWait)
 	defer cancel()
 	defer k.Tasks.BeginUpTo(KillWait, "exit of surviving processes", "container "+id)()
-	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
+	group, err := k.Node.Cgroup(cgroupsPath)
 	if err != nil {
 		return err
 	}
-	return shim.KillAndDestroy(ctx, id, k.Dirs.Shim(id), group)
+	return shim.KillAndDestroy(ctx, id, k.Node.Shim(id), group)
 }

@@ -6,14 +6,10 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
-	"time"
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
-	"berth/checkpoint/archive"
-	"berth/internal/criu"
-	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/rootfs"
 	"berth/internal/task"
@@ -28,16 +24,15 @@ import (
 
 // Launcher starts pauses and containers.
 type Launcher struct {
-	Node       Node
+	Node       state.Node
 	Roots      Roots
 	Users      *Users
-	AppArmor   *lsm.AppArmor
+	AppArmor   profiles
 	SELinux    lsm.SELinux
 	Sources    *Sources
 	Launchers  *shim.Launchers
 	PauseDir   string // root filesystem of the embedded pause
 	MaxLogLine int    // maximum bytes of a log line; longer lines are split as partial
-	CRIU       string // the configured CRIU (see criu.Locate)
 	Tasks      *task.Runner
 	Log        *slog.Logger
 
@@ -45,18 +40,19 @@ type Launcher struct {
 	IgnoreVolumes bool     // containers get no anonymous volumes
 }
 
-// Pause starts the pod's pause in its existing namespaces.
-func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, error) {
+// Pause starts the pod's pause in its existing namespaces. planned is the runtime-spec that
+// PlanPause has returned.
+func (k Launcher) Pause(ctx context.Context, pod *state.Pod, planned *specs.Spec) (*proto.Started, error) {
 	ctx, span := trace.Nest(ctx, "pause")
 	defer span.End()
-	root, files, err := k.pauseRoot(pod)
-	if err != nil {
-		return nil, err
+	root := k.embeddedRoot(pod)
+	if pod.PauseImage != nil {
+		var err error
+		if root, planned, err = k.planImage(ctx, pod); err != nil {
+			return nil, err
+		}
 	}
-	request, err := k.pauseLaunch(ctx, pod, root, files)
-	if err != nil {
-		return nil, err
-	}
+	request := k.pauseLaunch(pod, root, planned)
 	failpoint.Reach("pause.make-directory")
 	if err := os.MkdirAll(filepath.Join(request.Dir, "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of pod %s: %w", pod.ID, err)
@@ -70,47 +66,45 @@ func (k Launcher) Pause(ctx context.Context, pod *state.Pod) (*proto.Started, er
 	return started, nil
 }
 
-// PlanPause decides how the pod's pause is created. It refuses a pod whose embedded pause cannot be
-// described. It does not change the host.
-func (k Launcher) PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKind, error) {
+// PlanPause decides how the pod's pause is created, and builds its runtime-spec. That of a pause
+// image is nil, because its users are not known yet. PlanPause refuses a pod whose embedded pause
+// cannot be described. It does not change the host.
+func (k Launcher) PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKind, *specs.Spec, error) {
 	if pod.PauseImage != nil {
-		return proto.ContainerPause, nil
+		return proto.ContainerPause, nil, nil
 	}
-	request, err := k.pauseLaunch(ctx, pod, k.embeddedRoot(pod), UserFiles{})
+	spec, err := k.describePause(ctx, pod, UserFiles{})
 	if err != nil {
-		return "", err
+		return "", nil, err
 	}
-	if request.FitsPlainPause() {
-		return proto.PlainPause, nil
+	if k.pauseLaunch(pod, k.embeddedRoot(pod), spec).FitsPlainPause() {
+		return proto.PlainPause, spec, nil
 	}
-	return proto.ContainerPause, nil
+	return proto.ContainerPause, spec, nil
 }
 
-// pauseRoot makes the root filesystem of the pod's pause and reads its user files. An image gets a
-// writable layer because the launcher makes mount points in it. The usual pause image contains only
-// its program.
-func (k Launcher) pauseRoot(pod *state.Pod) (rootfs.Spec, UserFiles, error) {
-	image := pod.PauseImage
-	if image == nil {
-		return k.embeddedRoot(pod), UserFiles{}, nil
-	}
-	root, err := k.Roots.Writable(pod.ID, image, k.idMap(pod), pod.Labels.Mount, 0)
+// planImage makes the root filesystem of a pause image, reads its user files, and builds the
+// runtime-spec. The image gets a writable layer because the launcher makes mount points in it. The
+// usual pause image contains only its program.
+func (k Launcher) planImage(ctx context.Context, pod *state.Pod) (rootfs.Spec, *specs.Spec, error) {
+	root, err := k.Roots.Writable(pod.ID, pod.PauseImage, k.idMap(pod), pod.Labels.Mount, 0)
 	if err != nil {
-		return root, UserFiles{}, fmt.Errorf("make root filesystem of pause image: %w", err)
+		return root, nil, fmt.Errorf("make root filesystem of pause image: %w", err)
 	}
-	files, err := k.Users.Of(image.ID, root)
-	return root, files, err
+	files, err := k.Users.Of(pod.PauseImage.ID, root)
+	if err != nil {
+		return root, nil, err
+	}
+	spec, err := k.describePause(ctx, pod, files)
+	return root, spec, err
 }
 
 func (k Launcher) embeddedRoot(pod *state.Pod) rootfs.Spec {
 	return k.Roots.Pause(k.PauseDir, k.idMap(pod), pod.Labels.Mount)
 }
 
-// pauseLaunch returns the launch request of the pod's pause with that root filesystem.
-func (k Launcher) pauseLaunch(
-	ctx context.Context, pod *state.Pod, root rootfs.Spec, files UserFiles,
-) (*proto.Launch, error) {
-	k.AppArmor.Ensure(ctx)
+// describePause builds the runtime-spec of the pod's pause. files are those of the pause image.
+func (k Launcher) describePause(ctx context.Context, pod *state.Pod, files UserFiles) (*specs.Spec, error) {
 	var config *ocispec.ImageConfig
 	var imageUser string
 	if image := pod.PauseImage; image != nil {
@@ -121,13 +115,14 @@ func (k Launcher) pauseLaunch(
 	if err != nil {
 		return nil, err
 	}
-	spec, err := k.Node.Pause(pod, user, config)
-	if err != nil {
-		return nil, err
-	}
+	return k.pauseSpec(ctx, pod, user, config)
+}
+
+// pauseLaunch returns the launch request of the pod's pause.
+func (k Launcher) pauseLaunch(pod *state.Pod, root rootfs.Spec, spec *specs.Spec) *proto.Launch {
 	return &proto.Launch{
 		ID:            pod.ID,
-		Dir:           k.Node.Dirs.Shim(pod.ID),
+		Dir:           k.Node.Shim(pod.ID),
 		Spec:          spec,
 		Rootfs:        root,
 		RootPlace:     k.rootPlace(root),
@@ -135,7 +130,7 @@ func (k Launcher) pauseLaunch(
 		Pause:         pod.Pause,
 		Runtime:       pod.Runtime.Program(),
 		Restore:       k.restoreSandbox(pod, pod.Restore),
-	}, nil
+	}
 }
 
 // Root makes the writable root filesystem of a container.
@@ -163,7 +158,10 @@ func (k Launcher) Spec(
 ) (*specs.Spec, error) {
 	defer trace.Begin(ctx, "describe").End()
 	var spec *specs.Spec
-	err := k.detached(ctx, c, "describe", func() (err error) { spec, err = k.describe(pod, c, targetPIDNS); return err })
+	err := k.detached(ctx, c, "describe", func() (err error) {
+		spec, err = k.describe(ctx, pod, c, targetPIDNS)
+		return err
+	})
 	if err != nil { // another goroutine may still write spec
 		return nil, err
 	}
@@ -172,14 +170,14 @@ func (k Launcher) Spec(
 
 // describe builds the runtime-spec. It blocks while a volume hangs.
 func (k Launcher) describe(
-	pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
+	ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
 ) (*specs.Spec, error) {
 	defer k.Tasks.Begin("mount sources", c.String())()
 	target, err := targetPIDNS() // after the waits for volumes, because the target may exit meanwhile
 	if err != nil {
 		return nil, err
 	}
-	return k.Node.Container(pod, c, k.Roots.VolumePlaces(c.ID, c.Volumes), target)
+	return k.containerSpec(ctx, pod, c, k.Roots.VolumePlaces(c.ID, c.Volumes), target)
 }
 
 // Validate builds the runtime-spec of a container and refuses the same specs as a launch. It
@@ -198,7 +196,7 @@ func (k Launcher) Validate(
 		if err = state.MakeSources(ctx, c.Config); err != nil {
 			return err
 		}
-		if spec, err = k.describe(pod, c, targetPIDNS); err != nil {
+		if spec, err = k.describe(ctx, pod, c, targetPIDNS); err != nil {
 			return err
 		}
 		if err = k.checkMounts(pod.ID, pod.Runtime, spec); err != nil {
@@ -230,9 +228,10 @@ func (k Launcher) labelMounts(ctx context.Context, sources []string, labels conf
 	return nil
 }
 
-// Start starts a container of a running pod. targetPIDNS is as for Spec.
+// Start starts a container of a running pod. planned is the runtime-spec from Validate or Spec. If
+// it is nil, Start builds it like Spec.
 func (k Launcher) Start(
-	ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
+	ctx context.Context, pod *state.Pod, c *state.Container, planned *specs.Spec, targetPIDNS func() (string, error),
 ) (*proto.Started, error) {
 	root, err := k.Root(ctx, pod, c)
 	if err != nil {
@@ -242,16 +241,17 @@ func (k Launcher) Start(
 	if err != nil {
 		return nil, err
 	}
-	k.AppArmor.Ensure(ctx)
-	spec, err := k.Spec(ctx, pod, c, targetPIDNS)
+	spec, err := k.launchSpec(ctx, pod, c, planned, targetPIDNS)
 	if err != nil {
 		return nil, err
 	}
-	restore, err := k.restore(ctx, pod, c)
-	if err != nil {
-		return nil, err
+	var restore *proto.Restore
+	if c.Restore != nil || pod.Restore != nil {
+		if restore, err = k.restore(ctx, pod, c); err != nil {
+			return nil, err
+		}
 	}
-	dir := k.Node.Dirs.Shim(c.ID)
+	dir := k.Node.Shim(c.ID)
 	failpoint.Reach("container.make-directory")
 	if err := os.MkdirAll(filepath.Join(dir, "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of container %s: %w", c.ID, err)
@@ -265,52 +265,4 @@ func (k Launcher) Start(
 		Stdin: c.Config.GetStdin(), StdinOnce: c.Config.GetStdinOnce(), Terminal: c.Config.GetTty(),
 		Runtime: pod.Runtime.Program(), Restore: restore,
 	})
-}
-
-// restoreLimit bounds the restore of a container. kubelet waits for two minutes.
-const restoreLimit = 110 * time.Second
-
-// restoreSandbox returns the checkpoint that a pod's sandbox or the container in it continues, or
-// nil.
-func (k Launcher) restoreSandbox(pod *state.Pod, r *state.Restore) *proto.Restore {
-	if r == nil {
-		return nil
-	}
-	images := filepath.Join(k.Node.Dirs.CheckpointOf(pod.ID, r), archive.ImagesDir)
-	return &proto.Restore{Images: images, Limit: restoreLimit}
-}
-
-// checkRestored returns FailedPrecondition if a pod's sandbox waits for the restore of a container.
-// It would take the next container for that one.
-func checkRestored(ctx context.Context, pod *state.Pod) error {
-	if pod.Restore == nil {
-		return nil
-	}
-	runs, err := pod.Runtime.Program().HasProcesses(ctx, pod.ID)
-	if err == nil && !runs {
-		err = errdefs.FailedPrecondition(
-			"the restored container of pod sandbox %s must start first; if it has failed, remove the pod", pod.ID)
-	}
-	return err
-}
-
-// restore returns the checkpoint that a container continues, or nil.
-func (k Launcher) restore(ctx context.Context, pod *state.Pod, c *state.Container) (*proto.Restore, error) {
-	if c.Restore == nil {
-		return nil, checkRestored(ctx, pod)
-	}
-	if pod.Sandboxed() {
-		return k.restoreSandbox(pod, c.Restore), nil
-	}
-	program, err := criu.Locate(k.CRIU)
-	if err != nil {
-		return nil, errdefs.FailedPrecondition("restore: %w", err)
-	}
-	images := filepath.Join(k.Node.Dirs.CheckpointOf(c.PodID, c.Restore), archive.ImagesDir)
-	// Those of containers that have started are removed.
-	pending, err := filepath.Glob(filepath.Join(k.Node.Dirs.Checkpoint(c.PodID), "*", archive.ImagesDir))
-	if err != nil {
-		return nil, fmt.Errorf("restore: %w", err)
-	}
-	return &proto.Restore{CRIU: program, Images: images, Limit: restoreLimit, Pending: pending}, nil
 }

@@ -108,10 +108,10 @@ func TestDescribeIsListedAsWait(t *testing.T) {
 	waits := new(task.Waits)
 	var during []task.Wait
 	k := Launcher{Tasks: task.NewRunner(slog.New(slog.DiscardHandler), waits),
-		Node: Node{NoAppArmor: func() string { during = waits.List(); return "" }}}
+		AppArmor: fakeProfiles{during: func() { during = waits.List() }}}
 	pod := &state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}}}
 	c := &state.Container{ContainerSpec: &state.ContainerSpec{ID: "c", Config: &runtimeapi.ContainerConfig{}}}
-	_, _ = k.describe(pod, c, func() (string, error) { return "", nil }) // fails because the config has no command
+	_, _ = k.describe(t.Context(), pod, c, func() (string, error) { return "", nil }) // fails because the config has no command
 	if len(during) != 1 || during[0].Object != "container c" || during[0].Limit == 0 {
 		t.Errorf("waits: %v", during)
 	}

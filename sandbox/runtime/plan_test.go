@@ -13,7 +13,6 @@ import (
 	"berth/internal/userns"
 	"berth/oci/confine"
 	"berth/sandbox/handler"
-	"berth/sandbox/lsm"
 	"berth/sandbox/state"
 	"berth/shim/proto"
 )
@@ -23,8 +22,8 @@ func testLauncher() Launcher {
 	log := slog.New(slog.DiscardHandler)
 	tasks := task.NewRunner(log, nil)
 	dirs := state.Dirs{Root: "/root", State: "/state"}
-	return Launcher{Node: Node{Dirs: dirs, NoAppArmor: func() string { return "" }}, Roots: Roots{Dirs: dirs},
-		AppArmor: lsm.NewAppArmor(false, tasks, log), PauseDir: "/root/bin/pause", Tasks: tasks}
+	return Launcher{Node: state.Node{Dirs: dirs}, Roots: Roots{Dirs: dirs},
+		AppArmor: fakeProfiles{}, PauseDir: "/root/bin/pause", Tasks: tasks}
 }
 
 // A pause is plain if it is the embedded one and needs only features that its program supports.
@@ -62,7 +61,8 @@ func TestPlanPause(t *testing.T) {
 			p := &state.PodSpec{ID: "p", NetNS: "/netns/p", Tmpfs: true,
 				Config: &runtimeapi.PodSandboxConfig{Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: sc}}}
 			test.change(p, sc)
-			if got, err := k.PlanPause(t.Context(), &state.Pod{PodSpec: p}); got != test.want || err != nil {
+			got, spec, err := k.PlanPause(t.Context(), &state.Pod{PodSpec: p})
+			if got != test.want || err != nil || (spec == nil) != (p.PauseImage != nil) {
 				t.Errorf("%q, %v; want %q", got, err, test.want)
 			}
 		})
@@ -73,7 +73,7 @@ func TestPlanPause(t *testing.T) {
 func TestPlanPauseRefuses(t *testing.T) {
 	t.Parallel()
 	p := &state.PodSpec{ID: "p", NetNS: "/netns/p", Config: &runtimeapi.PodSandboxConfig{Hostname: "a b"}}
-	if _, err := testLauncher().PlanPause(t.Context(), &state.Pod{PodSpec: p}); errdefs.Code(err) != codes.InvalidArgument {
+	if _, _, err := testLauncher().PlanPause(t.Context(), &state.Pod{PodSpec: p}); errdefs.Code(err) != codes.InvalidArgument {
 		t.Errorf("got %v, want InvalidArgument", err)
 	}
 }

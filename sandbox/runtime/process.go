@@ -11,7 +11,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/cgroup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/internal/task"
@@ -23,10 +22,9 @@ import (
 
 // Processes finds, signals, watches and removes the processes of pauses and containers.
 type Processes struct {
-	Dirs          state.Dirs
-	SystemdCgroup bool // cgroup paths are names of systemd scopes
-	Tasks         *task.Runner
-	Log           *slog.Logger
+	Node  state.Node
+	Tasks *task.Runner
+	Log   *slog.Logger
 }
 
 // KillWait bounds the wait for killed processes. A process that takes longer is blocked in the
@@ -57,12 +55,14 @@ type Running struct {
 }
 
 // Launched returns the processes of a launch.
-func Launched(s *proto.Started) *Running { return newRunning(s.Init, s.Shim, s.InitPID, s.StartedAt) }
-
-func newRunning(init, shim *os.File, pid int, startedAt time.Time) *Running {
-	r := &Running{Init: init, Shim: shim, PID: pid, StartedAt: startedAt, Exited: make(chan struct{})}
+func Launched(s *proto.Started) *Running {
+	r := &Running{Init: s.Init, Shim: s.Shim, PID: s.InitPID, StartedAt: s.StartedAt, Exited: make(chan struct{})}
 	r.settled, r.settle = context.WithCancel(context.Background())
 	return r
+}
+
+func newRunning(init, shim *os.File, pid int, startedAt time.Time) *Running {
+	return Launched(&proto.Started{Init: init, Shim: shim, Processes: proto.Processes{InitPID: pid, StartedAt: startedAt}})
 }
 
 // Close closes the pidfds.
@@ -98,7 +98,7 @@ func (k Processes) EndShim(ctx context.Context, id, cgroupsPath string, r *ociru
 // first kills all other processes of the cgroup, because kubelet starts the next instance after the
 // exit.
 func (k Processes) writeExit(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
-	if _, err := shim.ReadExit(k.Dirs.Shim(id)); err == nil {
+	if _, err := shim.ReadExit(k.Node.Shim(id)); err == nil {
 		return nil
 	}
 	if r != nil && r.Sandboxed {
@@ -116,7 +116,7 @@ func (k Processes) writeExit(ctx context.Context, id, cgroupsPath string, r *oci
 		exit.Signal = int(status.Signal())
 		exit.Code = 128 + int32(exit.Signal)
 	}
-	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
+	group, err := k.Node.Cgroup(cgroupsPath)
 	if err != nil {
 		return err
 	}
@@ -131,7 +131,7 @@ func (k Processes) writeExit(ctx context.Context, id, cgroupsPath string, r *oci
 	if err := group.Kill(ctx); err != nil {
 		return err
 	}
-	return shim.WriteExit(k.Dirs.Shim(id), exit)
+	return shim.WriteExit(k.Node.Shim(id), exit)
 }
 
 // Signal sends a signal to the init of a container. r is its runtime, nil for libcontainer. A
@@ -158,7 +158,7 @@ func (k Processes) Kill(ctx context.Context, id, cgroupsPath string, r *ocirunti
 		err = fmt.Errorf("kill container %s: %w", id, err)
 	}
 	failpoint.Reach("container.killed")
-	group, openErr := cgroup.Open(cgroupsPath, k.SystemdCgroup)
+	group, openErr := k.Node.Cgroup(cgroupsPath)
 	if openErr != nil {
 		return errors.Join(err, openErr)
 	}

@@ -23,14 +23,14 @@ import (
 func testProcesses(t *testing.T) Processes {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
-	return Processes{Dirs: state.Dirs{State: t.TempDir()}, Tasks: task.NewRunner(log, nil), Log: log}
+	return Processes{Node: state.Node{Dirs: state.Dirs{State: t.TempDir()}}, Tasks: task.NewRunner(log, nil), Log: log}
 }
 
 // leave writes a file into the shim directory, like a shim that has exited.
 func leave(t *testing.T, k Processes, id, name string, content []byte) {
 	t.Helper()
-	testutil.Must(t, os.MkdirAll(k.Dirs.Shim(id), 0o700))
-	testutil.Must(t, os.WriteFile(filepath.Join(k.Dirs.Shim(id), name), content, 0o600))
+	testutil.Must(t, os.MkdirAll(k.Node.Shim(id), 0o700))
+	testutil.Must(t, os.WriteFile(filepath.Join(k.Node.Shim(id), name), content, 0o600))
 }
 
 // A valid record gives the exit. Without a valid record the exit is unknown.

@@ -20,7 +20,7 @@ import (
 // and shim directory.
 func (k Processes) Remove(ctx context.Context, id, cgroupsPath string) error {
 	defer k.Tasks.Begin("exit of its processes", id)()
-	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
+	group, err := k.Node.Cgroup(cgroupsPath)
 	if err != nil {
 		return err
 	}
@@ -28,10 +28,10 @@ func (k Processes) Remove(ctx context.Context, id, cgroupsPath string) error {
 }
 
 func (k Processes) removeGroup(ctx context.Context, id string, group *cgroup.Group) error {
-	if err := shim.KillAndDestroy(ctx, id, k.Dirs.Shim(id), group); err != nil {
+	if err := shim.KillAndDestroy(ctx, id, k.Node.Shim(id), group); err != nil {
 		return err
 	}
-	for _, dir := range []string{filepath.Join(k.Dirs.Libcontainer(), id), k.Dirs.Shim(id)} {
+	for _, dir := range []string{filepath.Join(k.Node.Libcontainer(), id), k.Node.Shim(id)} {
 		failpoint.Reach("runtime.remove-directory")
 		if err := os.RemoveAll(dir); err != nil {
 			return fmt.Errorf("remove runtime state of %s: %w", id, err)
@@ -43,7 +43,7 @@ func (k Processes) removeGroup(ctx context.Context, id string, group *cgroup.Gro
 
 // RemoveByID is Remove for an object without a record.
 func (k Processes) RemoveByID(ctx context.Context, id string) error {
-	r, err := shim.RuntimeOf(k.Dirs.Shim(id))
+	r, err := shim.RuntimeOf(k.Node.Shim(id))
 	if err != nil {
 		return err
 	}
@@ -55,9 +55,9 @@ func (k Processes) RemoveByID(ctx context.Context, id string) error {
 		cancel()
 	case errors.Is(err, fs.ErrNotExist): // it never had a process
 		failpoint.Reach("unrecorded.remove-state")
-		err = os.RemoveAll(filepath.Join(k.Dirs.Libcontainer(), id))
+		err = os.RemoveAll(filepath.Join(k.Node.Libcontainer(), id))
 		failpoint.Reach("unrecorded.state-removed")
-		err = errors.Join(err, os.RemoveAll(k.Dirs.Shim(id)))
+		err = errors.Join(err, os.RemoveAll(k.Node.Shim(id)))
 		failpoint.Reach("unrecorded.shim-removed")
 	}
 	if err != nil {
@@ -77,9 +77,9 @@ func (k Processes) RemoveByID(ctx context.Context, id string) error {
 // wraps fs.ErrNotExist if neither has state.
 func (k Processes) groupByID(id string, r *ociruntime.Runtime) (*cgroup.Group, error) {
 	if r != nil {
-		return shim.GroupOf(k.Dirs.Shim(id), r)
+		return shim.GroupOf(k.Node.Shim(id), r)
 	}
-	return cgroup.FromState(filepath.Join(k.Dirs.Libcontainer(), id, "state.json"))
+	return cgroup.FromState(filepath.Join(k.Node.Libcontainer(), id, "state.json"))
 }
 
 // ignoreExisting drops the error of removing a missing or non-empty directory.
@@ -93,7 +93,7 @@ func ignoreExisting(err error) error {
 // RemoveRoot removes the state directory of a pod's runtime. The caller has removed the containers.
 func (k Processes) RemoveRoot(podID string) error {
 	failpoint.Reach("runtime.remove-root")
-	if err := ociruntime.RemoveRoot(k.Dirs.OCI(podID)); err != nil {
+	if err := ociruntime.RemoveRoot(k.Node.OCI(podID)); err != nil {
 		return fmt.Errorf("remove runtime state of pod %s: %w", podID, err)
 	}
 	failpoint.Reach("runtime.root-removed")

@@ -1,27 +1,25 @@
 package runtime
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
-	"maps"
 	"os"
-	"path"
+	"path/filepath"
 	goruntime "runtime"
-	"slices"
-	"strings"
+	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process"
+	"berth/checkpoint/process/archive"
 	"berth/image/unpack"
+	"berth/internal/criu"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
-	"berth/internal/safefs"
 	"berth/sandbox/state"
+	"berth/shim/proto"
 )
 
 // Unpacker unpacks a tar into a directory, in a confined process. *process.Program implements it.
@@ -75,170 +73,62 @@ func (k Restores) Import(ctx context.Context, path, podID string) (*archive.Arch
 	return a, nil
 }
 
-// readJSON decodes a file of a container's directory in a checkpoint.
-func readJSON(dir, name string, into any) error {
-	root, err := safefs.OpenRoot(dir)
-	if err != nil {
-		return fmt.Errorf("open checkpoint: %w", err)
-	}
-	defer root.Close() // it was only read
-	return archive.ReadJSON(root, name, into)
-}
-
 // Compare returns FailedPrecondition with the difference if the checkpoint of a container is not
 // that of a container with this image and spec.
 func (k Restores) Compare(ctx context.Context, a *archive.Archive, c *state.Container, spec *specs.Spec) error {
-	dir := k.Dirs.CheckpointOf(c.PodID, c.Restore)
-	var dumped specs.Spec
-	if err := readJSON(dir, archive.SpecFile, &dumped); err != nil {
-		return err
-	}
-	differences := append(processDifferences(dumped.Process, spec.Process), rightsDifferences(&dumped, spec)...)
-	if a.Manifest.Runtime != "" {
-		differences = append(differences, sandboxMountDifferences(dumped.Mounts, spec.Mounts)...)
-	} else {
-		differences = append(differences, mountDifferences(&dumped, spec)...)
-	}
-	if image := imageOf(a, c.Restore.Name); image != c.Image.ID {
-		differences = append([]string{fmt.Sprintf("image: the checkpoint has %s, the request %s", image, c.Image.ID)}, differences...)
-	}
-	if len(differences) > 0 {
-		return errdefs.FailedPrecondition("the checkpoint of %s is not that of the requested container: %s",
-			c.Config.GetMetadata().GetName(), errdefs.Clip(strings.Join(differences, "; ")))
-	}
-	if a.Manifest.Runtime != "" { // the runtime compares devices and limits
+	return process.Compare(a, process.Request{
+		Dir:     k.Dirs.CheckpointOf(c.PodID, c.Restore),
+		Entry:   c.Restore.Name,
+		Name:    c.Config.GetMetadata().GetName(),
+		ImageID: c.Image.ID,
+		Spec:    spec,
+	})
+}
+
+// restoreLimit bounds the restore of a container. kubelet waits for two minutes.
+const restoreLimit = 110 * time.Second
+
+// restoreSandbox returns the checkpoint that a pod's sandbox or the container in it continues, or
+// nil.
+func (k Launcher) restoreSandbox(pod *state.Pod, r *state.Restore) *proto.Restore {
+	if r == nil {
 		return nil
 	}
-	return checkStreams(dir)
+	images := filepath.Join(k.Node.CheckpointOf(pod.ID, r), archive.ImagesDir)
+	return &proto.Restore{Images: images, Limit: restoreLimit}
 }
 
-// imageOf returns the ID of the image of a container in a checkpoint. name is that of its
-// directory.
-func imageOf(a *archive.Archive, name string) string {
-	for i := range a.Manifest.Containers {
-		if c := &a.Manifest.Containers[i]; a.Manifest.Dir(c) == name {
-			return c.Image.ID
-		}
+// checkRestored returns FailedPrecondition if a pod's sandbox waits for the restore of a container.
+// It would take the next container for that one.
+func checkRestored(ctx context.Context, pod *state.Pod) error {
+	if pod.Restore == nil {
+		return nil
 	}
-	return ""
+	runs, err := pod.Runtime.Program().HasProcesses(ctx, pod.ID)
+	if err == nil && !runs {
+		err = errdefs.FailedPrecondition(
+			"the restored container of pod sandbox %s must start first; if it has failed, remove the pod", pod.ID)
+	}
+	return err
 }
 
-// ownVariables are the environment variables that berth derives from the pod's identity.
-var ownVariables = []string{"HOSTNAME"}
-
-// processDifferences compares the checkpointed process with the requested one.
-func processDifferences(have, want *specs.Process) (differences []string) {
-	if have == nil || want == nil {
-		return nil // rightsDifferences says so
+// restore returns the checkpoint that a container continues, or nil.
+func (k Launcher) restore(ctx context.Context, pod *state.Pod, c *state.Container) (*proto.Restore, error) {
+	if c.Restore == nil {
+		return nil, checkRestored(ctx, pod)
 	}
-	differ := func(field string, have, want any) {
-		differences = append(differences, fmt.Sprintf("%s: the checkpoint has %q, the request %q", field, have, want))
+	if pod.Sandboxed() {
+		return k.restoreSandbox(pod, c.Restore), nil
 	}
-	if !slices.Equal(have.Args, want.Args) {
-		differ("command", have.Args, want.Args)
+	program, err := criu.Locate(k.Node.CRIU)
+	if err != nil {
+		return nil, errdefs.FailedPrecondition("restore: %w", err)
 	}
-	if have.Cwd != want.Cwd {
-		differ("working directory", have.Cwd, want.Cwd)
+	images := filepath.Join(k.Node.CheckpointOf(c.PodID, c.Restore), archive.ImagesDir)
+	// Those of containers that have started are removed.
+	pending, err := filepath.Glob(filepath.Join(k.Node.Checkpoint(c.PodID), "*", archive.ImagesDir))
+	if err != nil {
+		return nil, fmt.Errorf("restore: %w", err)
 	}
-	a, b := environment(have.Env), environment(want.Env)
-	for _, name := range slices.Sorted(maps.Keys(a)) {
-		if value, ok := b[name]; !ok || value != a[name] {
-			differences = append(differences, fmt.Sprintf("environment variable %s differs", name)) // it may be a secret
-		}
-		delete(b, name)
-	}
-	for _, name := range slices.Sorted(maps.Keys(b)) {
-		differences = append(differences, fmt.Sprintf("environment variable %s is not in the checkpoint", name))
-	}
-	if have.User.UID != want.User.UID || have.User.GID != want.User.GID {
-		differ("user", fmt.Sprintf("%d:%d", have.User.UID, have.User.GID), fmt.Sprintf("%d:%d", want.User.UID, want.User.GID))
-	}
-	if x, y := sorted(have.User.AdditionalGids), sorted(want.User.AdditionalGids); !slices.Equal(x, y) {
-		differ("supplementary groups", fmt.Sprint(x), fmt.Sprint(y))
-	}
-	if have.Terminal != want.Terminal {
-		differ("terminal", fmt.Sprint(have.Terminal), fmt.Sprint(want.Terminal))
-	}
-	return differences
-}
-
-// rightsDifferences compares the rights of a saved container with those of the request. CRIU and
-// gVisor restore the saved ones. LSM labels are no part of them: CRIU sets those of the request.
-func rightsDifferences(have, want *specs.Spec) (differences []string) {
-	if have.Process == nil || have.Linux == nil {
-		return []string{"the checkpoint describes no process"}
-	}
-	if have.Process.NoNewPrivileges != want.Process.NoNewPrivileges {
-		differences = append(differences, fmt.Sprintf("no_new_privs: the checkpoint has %t, the request %t",
-			have.Process.NoNewPrivileges, want.Process.NoNewPrivileges))
-	}
-	for _, right := range []struct {
-		name       string
-		have, want any
-	}{
-		{"capabilities", have.Process.Capabilities, want.Process.Capabilities},
-		{"seccomp profile", have.Linux.Seccomp, want.Linux.Seccomp},
-	} {
-		x, haveErr := json.Marshal(right.have)
-		y, wantErr := json.Marshal(right.want)
-		if haveErr != nil || wantErr != nil || !bytes.Equal(x, y) {
-			differences = append(differences, right.name+": the checkpoint has another than the request")
-		}
-	}
-	return differences
-}
-
-// sandboxMountDifferences compares the mounts of a saved sandbox with those of the request. They
-// are in the sandbox's images, which berth can neither read nor change.
-func sandboxMountDifferences(have, want []specs.Mount) (differences []string) {
-	x, y := mountOptions(have), mountOptions(want)
-	for _, place := range slices.Sorted(maps.Keys(x)) {
-		if y[place] != x[place] {
-			differences = append(differences, fmt.Sprintf("mount at %s: the checkpoint has another than the request", place))
-		}
-		delete(y, place)
-	}
-	for _, place := range slices.Sorted(maps.Keys(y)) {
-		differences = append(differences, fmt.Sprintf("mount at %s: the checkpoint has none", place))
-	}
-	return differences
-}
-
-// mountOptions returns types and options of mounts by their places. Sources differ between pods.
-func mountOptions(mounts []specs.Mount) map[string]string {
-	options := map[string]string{}
-	for _, m := range mounts {
-		options[m.Destination] = fmt.Sprint(m.Type, " ", slices.Sorted(slices.Values(m.Options)))
-	}
-	return options
-}
-
-func environment(list []string) map[string]string {
-	variables := map[string]string{}
-	for _, v := range list {
-		name, value, _ := strings.Cut(v, "=")
-		if !slices.Contains(ownVariables, name) {
-			variables[name] = value
-		}
-	}
-	return variables
-}
-
-func sorted(ids []uint32) []uint32 {
-	ids = slices.Clone(ids)
-	slices.Sort(ids)
-	return slices.Compact(ids)
-}
-
-// checkStreams refuses a list of streams that would give the container other descriptors of CRIU
-// than the three streams.
-func checkStreams(dir string) error {
-	var streams []string
-	if err := readJSON(dir, path.Join(archive.ImagesDir, archive.DescriptorsFile), &streams); err != nil {
-		return err
-	}
-	if len(streams) != 3 {
-		return errdefs.InvalidArgument("%s of the checkpoint has %d streams", archive.DescriptorsFile, len(streams))
-	}
-	return nil
+	return &proto.Restore{CRIU: program, Images: images, Limit: restoreLimit, Pending: pending}, nil
 }

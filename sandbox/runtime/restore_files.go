@@ -13,7 +13,8 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process"
+	"berth/checkpoint/process/archive"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
@@ -127,7 +128,7 @@ const maxDeleted = 1 << 20
 // comment. A deleted file of the name .wh..wh..opq hides all files of the image in its directory.
 func whiteouts(dir string) (*whiteoutReader, error) {
 	var names []string
-	err := readJSON(dir, archive.DeletedFilesFile, &names)
+	err := process.ReadJSON(dir, archive.DeletedFilesFile, &names)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, err
 	}

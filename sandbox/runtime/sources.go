@@ -7,6 +7,8 @@ import (
 	"path"
 	"sync"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+
 	"berth/internal/task"
 	"berth/oci"
 	"berth/sandbox/state"
@@ -87,8 +89,15 @@ func (s *Sources) leave(key string) {
 // answered. A dead volume blocks one thread, however many containers mount it. When ctx ends,
 // detached returns ctx's error and op continues.
 func (k Launcher) detached(ctx context.Context, c *state.Container, what string, op func() error) error {
-	object := "container " + c.ID
-	defer k.Tasks.Begin("answer of volumes", object)()
+	if err := k.awaitVolumes(ctx, c); err != nil {
+		return err
+	}
+	return k.Tasks.DetachStep(ctx, task.Limit, what, c.String(), op)
+}
+
+// awaitVolumes returns when each volume of the container has answered, or with ctx's error.
+func (k Launcher) awaitVolumes(ctx context.Context, c *state.Container) error {
+	defer k.Tasks.Begin("answer of volumes", c.String())()
 	for _, m := range c.Config.GetMounts() {
 		source := m.GetHostPath()
 		if oci.IsImageVolume(m) || !path.IsAbs(source) {
@@ -102,5 +111,18 @@ func (k Launcher) detached(ctx context.Context, c *state.Container, what string,
 			return fmt.Errorf("mount of %s: %w", m.GetContainerPath(), err)
 		}
 	}
-	return k.Tasks.DetachStep(ctx, task.Limit, what, object, op)
+	return nil
+}
+
+// launchSpec returns the planned runtime-spec after all volumes have answered and the default
+// AppArmor profile is loaded, so that the launcher hangs at no dead volume. It builds a missing
+// one.
+func (k Launcher) launchSpec(
+	ctx context.Context, pod *state.Pod, c *state.Container, planned *specs.Spec, targetPIDNS func() (string, error),
+) (*specs.Spec, error) {
+	if planned == nil {
+		return k.Spec(ctx, pod, c, targetPIDNS)
+	}
+	k.AppArmor.Ensure(ctx)
+	return planned, k.awaitVolumes(ctx, c)
 }

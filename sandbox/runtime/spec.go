@@ -1,6 +1,7 @@
 package runtime
 
 import (
+	"context"
 	"fmt"
 	"path/filepath"
 
@@ -15,41 +16,48 @@ import (
 	"berth/sandbox/state"
 )
 
-// Node holds the node's properties that runtime-specs depend on.
-type Node struct {
-	Host          host.Facts
-	NoAppArmor    func() string // the reason why the default profile is unavailable; empty: it is available
-	CDI           CDIDirs       // directories of CDI device specs
-	Dirs          state.Dirs
-	SystemdCgroup bool
-	OwnDevices    bool // devices belong to the user and group of the security context
-	Defaults      oci.Defaults
-	PauseCPUs     string // CPUs of pauses; empty: all
+// profiles load the default AppArmor profile. *lsm.AppArmor implements it and documents the
+// methods.
+type profiles interface {
+	Ensure(ctx context.Context)
+	Problem() string
 }
 
-// Pause returns the runtime-spec of a pod's pause. image is the config of the pause image, nil for
-// the embedded pause.
-func (n Node) Pause(p *state.Pod, user users.User, image *ocispec.ImageConfig) (*specs.Spec, error) {
-	cpus := n.PauseCPUs
+// pauseSpec returns the runtime-spec of a pod's pause. image is the config of the pause image, nil
+// for the embedded pause.
+func (k Launcher) pauseSpec(
+	ctx context.Context, p *state.Pod, user users.User, image *ocispec.ImageConfig,
+) (*specs.Spec, error) {
+	cpus := k.Node.PauseCPUs
 	if p.Sandboxed() { // the sandbox of all containers is in the cgroup of the pause
 		cpus = ""
 	}
-	spec, err := oci.SandboxSpec(oci.SandboxInput{Pod: n.pod(p), Labels: p.Labels, Host: n.facts(p), Files: host.Files{},
-		SystemdCgroup: n.SystemdCgroup, User: user, Image: image, Seccomp: n.Defaults.Seccomp, CPUs: cpus})
+	spec, err := oci.SandboxSpec(oci.SandboxInput{
+		Pod:           podOf(k.Node, p),
+		Labels:        p.Labels,
+		Host:          k.facts(ctx, p),
+		Files:         host.Files{},
+		SystemdCgroup: k.Node.SystemdCgroup,
+		User:          user,
+		Image:         image,
+		Seccomp:       k.Node.Defaults.Seccomp,
+		CPUs:          cpus,
+	})
 	if err != nil {
 		return nil, err
 	}
+	raiseOOMScore(spec.Process, k.Node.Host)
 	p.Runtime.Annotate(spec, "sandbox", p.ID, "", p.Config.GetAnnotations())
 	return spec, nil
 }
 
-// Container returns the runtime-spec of a container. volumes are the mount points of its image
+// containerSpec returns the runtime-spec of a container. volumes are the mount points of its image
 // volumes, by index of the mount. targetPIDNS is the path of the PID namespace to join. If it is
 // empty, the config decides.
-func (n Node) Container(
-	p *state.Pod, c *state.Container, volumes map[int]string, targetPIDNS string,
+func (k Launcher) containerSpec(
+	ctx context.Context, p *state.Pod, c *state.Container, volumes map[int]string, targetPIDNS string,
 ) (*specs.Spec, error) {
-	facts := n.facts(p)
+	facts := k.facts(ctx, p)
 	if facts.CgroupV2 && p.Config.GetLinux().GetSecurityContext().GetPrivileged() {
 		var err error
 		if facts.CgroupOptions, err = host.CgroupOptions(); err != nil {
@@ -57,10 +65,22 @@ func (n Node) Container(
 		}
 	}
 	spec, err := oci.ContainerSpec(oci.ContainerInput{
-		ID: c.ID, Pod: n.pod(p), Config: c.Config, Image: &c.Image.Config, User: c.User, Labels: c.Labels, Host: facts,
-		SystemdCgroup: n.SystemdCgroup, TargetPIDNS: targetPIDNS, Resources: c.Resources, Files: host.Files{},
-		ImageVolumes: volumes, DeviceOwnership: n.OwnDevices, Defaults: n.Defaults,
-		Volumes: c.Anonymous, VolumesDir: n.Dirs.Volumes(c.ID),
+		ID:              c.ID,
+		Pod:             podOf(k.Node, p),
+		Config:          c.Config,
+		Image:           &c.Image.Config,
+		User:            c.User,
+		Labels:          c.Labels,
+		Host:            facts,
+		SystemdCgroup:   k.Node.SystemdCgroup,
+		TargetPIDNS:     targetPIDNS,
+		Resources:       c.Resources,
+		Files:           host.Files{},
+		ImageVolumes:    volumes,
+		DeviceOwnership: k.Node.OwnDevices,
+		Defaults:        k.Node.Defaults,
+		Volumes:         c.Anonymous,
+		VolumesDir:      k.Node.Volumes(c.ID),
 	})
 	if err != nil {
 		return nil, err
@@ -69,37 +89,49 @@ func (n Node) Container(
 		p.Config.GetAnnotations(), c.Config.GetAnnotations())
 	c.Limits.AddTo(spec.Linux.Resources)
 	names := cdiDevices(c.Config)
-	if err := n.CDI.Inject(spec, names); err != nil {
+	if err := CDIDirs(k.Node.CDI).Inject(spec, names); err != nil {
 		return nil, err
 	}
-	node := nri.Node{OOMScoreAdjMin: n.Host.OOMScoreAdjMin,
-		Sysctl: func(name, value string) (string, error) { return oci.Sysctl(n.pod(p), name, value) },
+	node := nri.Node{
+		Sysctl: func(name, value string) (string, error) { return oci.Sysctl(podOf(k.Node, p), name, value) },
 		CDI: func(spec *specs.Spec, more []string) error {
 			names = append(names, more...)
-			return n.CDI.Inject(spec, more)
+			return CDIDirs(k.Node.CDI).Inject(spec, more)
 		}}
 	if err := c.Adjustment.Apply(spec, node); err != nil {
 		return nil, err
 	}
-	oci.DropCovered(spec, c.Anonymous, n.Dirs.Volumes(c.ID))
-	return spec, n.bindDevices(p, c, names, spec)
+	raiseOOMScore(spec.Process, k.Node.Host)
+	oci.DropCovered(spec, c.Anonymous, k.Node.Volumes(c.ID))
+	return spec, k.bindDevices(p, c, names, spec)
 }
 
-// facts returns the node's facts, reduced to the features of the pod's runtime.
-func (n Node) facts(p *state.Pod) host.Facts {
-	facts := n.Host
-	facts.NoAppArmorProfile = n.NoAppArmor()
+// raiseOOMScore raises the oom_score_adj of a process, whoever has requested it, to the lowest
+// value that the node permits.
+func raiseOOMScore(p *specs.Process, facts host.Facts) {
+	if p.OOMScoreAdj != nil {
+		score := max(*p.OOMScoreAdj, facts.OOMScoreAdjMin)
+		p.OOMScoreAdj = &score
+	}
+}
+
+// facts returns the node's facts, reduced to the features of the pod's runtime. It loads the
+// default AppArmor profile if that is missing.
+func (k Launcher) facts(ctx context.Context, p *state.Pod) host.Facts {
+	k.AppArmor.Ensure(ctx)
+	facts := k.Node.Host
+	facts.NoAppArmorProfile = k.AppArmor.Problem()
 	if r := p.Runtime; r != nil {
 		facts.RecursiveReadOnly = facts.RecursiveReadOnly && r.RecursiveReadOnly
 	}
 	return facts
 }
 
-// pod converts a pod for package oci.
-func (n Node) pod(p *state.Pod) oci.Pod {
-	dir, shm := n.Dirs.Etc(p.ID), n.Dirs.Shm(p.ID)
+// podOf converts a pod for package oci.
+func podOf(n state.Node, p *state.Pod) oci.Pod {
+	dir, shm := n.Etc(p.ID), n.Shm(p.ID)
 	if !p.Tmpfs {
-		dir, shm = n.Dirs.PodFiles(p.ID), n.Dirs.OldShm(p.ID)
+		dir, shm = n.PodFiles(p.ID), n.OldShm(p.ID)
 	}
 	pod := oci.Pod{
 		ID:           p.ID,
@@ -117,7 +149,7 @@ func (n Node) pod(p *state.Pod) oci.Pod {
 		pod.Shm = "/dev/shm"
 	}
 	if p.Mappings != nil {
-		pod.Mappings, pod.UserNS = p.Mappings, n.Dirs.UserNS(p.ID)
+		pod.Mappings, pod.UserNS = p.Mappings, n.UserNS(p.ID)
 	}
 	return pod
 }
@@ -134,11 +166,11 @@ func cdiDevices(config *runtimeapi.ContainerConfig) []string {
 
 // bindDevices replaces device nodes of a complete spec by bind mounts, if the pod has a user
 // namespace. The devices are the config's devices and the CDI devices cdiNames.
-func (n Node) bindDevices(p *state.Pod, c *state.Container, cdiNames []string, spec *specs.Spec) error {
+func (k Launcher) bindDevices(p *state.Pod, c *state.Container, cdiNames []string, spec *specs.Spec) error {
 	if p.Mappings == nil {
 		return nil
 	}
-	sources, err := n.CDI.HostPaths(cdiNames)
+	sources, err := CDIDirs(k.Node.CDI).HostPaths(cdiNames)
 	if err != nil {
 		return err
 	}

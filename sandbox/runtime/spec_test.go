@@ -1,6 +1,7 @@
 package runtime
 
 import (
+	"context"
 	"testing"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -15,10 +16,38 @@ import (
 	"berth/shim/ociruntime"
 )
 
+// fakeProfiles have a problem with the default AppArmor profile, unless that is empty.
+type fakeProfiles struct {
+	problem string
+	during  func() // called by Ensure; may be nil
+}
+
+func (p fakeProfiles) Ensure(context.Context) {
+	if p.during != nil {
+		p.during()
+	}
+}
+
+func (p fakeProfiles) Problem() string { return p.problem }
+
+// No request gets a lower oom_score_adj than the node permits.
+func TestRaiseOOMScore(t *testing.T) {
+	for _, test := range []struct{ want, least, got int }{
+		{0, -1000, 0}, {-997, -1000, -997}, {1000, -1000, 1000}, {-997, 0, 0}, {-997, -500, -500}, {3, 100, 100},
+	} {
+		p := &specs.Process{OOMScoreAdj: &test.want}
+		raiseOOMScore(p, host.Facts{OOMScoreAdjMin: test.least})
+		if *p.OOMScoreAdj != test.got {
+			t.Errorf("%d with minimum %d: got %d, want %d", test.want, test.least, *p.OOMScoreAdj, test.got)
+		}
+	}
+	raiseOOMScore(new(specs.Process), host.Facts{}) // without a score nothing is set
+}
+
 // A pod has a private shm unless it uses the node's IPC namespace. It has a user namespace only if
 // it requests one.
 func TestPodForSpecs(t *testing.T) {
-	n := Node{Dirs: state.Dirs{Root: "/root", State: "/state"}}
+	n := state.Node{Dirs: state.Dirs{Root: "/root", State: "/state"}}
 	users := func(mode runtimeapi.NamespaceMode) *runtimeapi.UserNamespace {
 		mapping := []*runtimeapi.IDMapping{{HostId: 65536, Length: 65536}}
 		return &runtimeapi.UserNamespace{Mode: mode, Uids: mapping, Gids: mapping}
@@ -36,7 +65,7 @@ func TestPodForSpecs(t *testing.T) {
 			SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: test.options}}}
 		mappings, err := oci.UserNamespace(config)
 		testutil.Must(t, err)
-		got := n.pod(&state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: config, NetNS: "/netns/p", Tmpfs: true, Mappings: mappings}, PodStatus: state.PodStatus{PausePID: 7}})
+		got := podOf(n, &state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: config, NetNS: "/netns/p", Tmpfs: true, Mappings: mappings}, PodStatus: state.PodStatus{PausePID: 7}})
 		if got.Shm != test.shm || got.UserNS != test.userns {
 			t.Errorf("%s: shm %s, user namespace %q", name, got.Shm, got.UserNS)
 		}
@@ -50,8 +79,8 @@ func TestPodForSpecs(t *testing.T) {
 
 // A pod of version 0.2.0 keeps its files at their old paths.
 func TestPodOfEarlierVersion(t *testing.T) {
-	n := Node{Dirs: state.Dirs{Root: "/root", State: "/state"}}
-	got := n.pod(&state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}}})
+	n := state.Node{Dirs: state.Dirs{Root: "/root", State: "/state"}}
+	got := podOf(n, &state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: &runtimeapi.PodSandboxConfig{}}})
 	const etc = "/root/sandboxes/p/"
 	if got.Shm != "/state/pods/p/shm" || got.ResolvConf != etc+"resolv.conf" || got.Hosts != etc+"hosts" || got.Hostname != etc+"hostname" || got.OwnsFiles {
 		t.Errorf("%+v", got)
@@ -60,7 +89,8 @@ func TestPodOfEarlierVersion(t *testing.T) {
 
 // The pause's CPUs are not those of a sandbox, which runs all containers of its pod.
 func TestPauseCPUs(t *testing.T) {
-	n := Node{Dirs: state.Dirs{Root: "/root", State: "/state"}, PauseCPUs: "0-1", NoAppArmor: func() string { return "" }}
+	k := testLauncher()
+	k.Node.PauseCPUs = "0-1"
 	for name, test := range map[string]struct {
 		runtime *handler.Runtime
 		want    string
@@ -70,7 +100,7 @@ func TestPauseCPUs(t *testing.T) {
 		"sandboxed":    {&handler.Runtime{Runtime: ociruntime.Runtime{Sandboxed: true}}, ""},
 	} {
 		config := &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "p"}}
-		spec, err := n.Pause(&state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: config, NetNS: "/netns/p", Runtime: test.runtime}}, users.User{}, nil)
+		spec, err := k.pauseSpec(t.Context(), &state.Pod{PodSpec: &state.PodSpec{ID: "p", Config: config, NetNS: "/netns/p", Runtime: test.runtime}}, users.User{}, nil)
 		testutil.Must(t, err)
 		if got := spec.Linux.Resources.CPU.Cpus; got != test.want {
 			t.Errorf("%s: CPUs %q", name, got)
@@ -81,17 +111,17 @@ func TestPauseCPUs(t *testing.T) {
 // A pod gets the features that both the host and its runtime support.
 func TestFacts(t *testing.T) {
 	facts := host.Facts{RecursiveReadOnly: true}
-	n := Node{Host: facts, NoAppArmor: func() string { return "no parser" }}
+	k := Launcher{Node: state.Node{Host: facts}, AppArmor: fakeProfiles{problem: "no parser"}}
 	for name, test := range map[string]struct {
 		runtime *handler.Runtime
 		want    bool
 	}{"libcontainer": {nil, true}, "runtime with feature": {&handler.Runtime{RecursiveReadOnly: true}, true}, "runtime without feature": {&handler.Runtime{}, false}} {
-		if got := n.facts(&state.Pod{PodSpec: &state.PodSpec{Runtime: test.runtime}}); got.RecursiveReadOnly != test.want || got.NoAppArmorProfile != "no parser" {
+		if got := k.facts(t.Context(), &state.Pod{PodSpec: &state.PodSpec{Runtime: test.runtime}}); got.RecursiveReadOnly != test.want || got.NoAppArmorProfile != "no parser" {
 			t.Errorf("%s: %+v", name, got)
 		}
 	}
-	n.Host.RecursiveReadOnly = false
-	if n.facts(&state.Pod{PodSpec: &state.PodSpec{Runtime: &handler.Runtime{RecursiveReadOnly: true}}}).RecursiveReadOnly {
+	k.Node.Host.RecursiveReadOnly = false
+	if k.facts(t.Context(), &state.Pod{PodSpec: &state.PodSpec{Runtime: &handler.Runtime{RecursiveReadOnly: true}}}).RecursiveReadOnly {
 		t.Error("a feature is offered that the host lacks")
 	}
 }

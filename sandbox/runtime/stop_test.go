@@ -140,7 +140,7 @@ func TestSettle(t *testing.T) {
 	if !settled || exit.Reason != state.ReasonShimLost || exit.FinishedAt.IsZero() || !exit.StartedAt.Equal(started) {
 		t.Errorf("without an exit record: %+v, %v", exit, settled)
 	}
-	dir := k.processes.Dirs.Shim("c")
+	dir := k.processes.Node.Shim("c")
 	testutil.Must(t, os.MkdirAll(dir, 0o700))
 	written := proto.Exit{Code: 7, At: time.Unix(200, 0)}
 	testutil.Must(t, os.WriteFile(filepath.Join(dir, proto.ExitFile), written.Encode(), 0o600))

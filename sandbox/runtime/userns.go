@@ -19,7 +19,7 @@ func (k Launcher) idMap(pod *state.Pod) *rootfs.IDMap {
 	if pod.Mappings == nil {
 		return nil
 	}
-	return &rootfs.IDMap{UserNS: k.Node.Dirs.UserNS(pod.ID), Mappings: *pod.Mappings}
+	return &rootfs.IDMap{UserNS: k.Node.UserNS(pod.ID), Mappings: *pod.Mappings}
 }
 
 // rootPlace returns the required mount point of a root filesystem, or "" for any.
@@ -27,13 +27,13 @@ func (k Launcher) rootPlace(root rootfs.Spec) string {
 	if root.IDMap == nil {
 		return ""
 	}
-	return k.Node.Dirs.RootPlace()
+	return k.Node.RootPlace()
 }
 
 // checkMounts refuses mounts whose filesystem cannot be ID-mapped. It runs at the creation of a
 // container, so that the start does not fail.
 func (k Launcher) checkMounts(podID string, r *handler.Runtime, spec *specs.Spec) error {
-	ns := k.Node.Dirs.UserNS(podID)
+	ns := k.Node.UserNS(podID)
 	for _, mount := range spec.Mounts {
 		if oci.IsIDMapped(mount) && r != nil && !r.IDMappedMounts { // unmapped, the mount would show wrong owners
 			return errdefs.FailedPrecondition("mount of %s: runtime %s does not report support for ID-mapped mounts",

@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/internal/host"
 	"berth/internal/safefs"
 )
@@ -120,7 +120,7 @@ func Recorded(root string) (ids map[string]bool, changed time.Time, err error) {
 	ids = map[string]bool{}
 	complete := true
 	for _, folder := range recordFolders {
-		for _, dir := range []string{folder, filepath.Join(folder, checkpoint.SetAsideDir)} {
+		for _, dir := range []string{folder, filepath.Join(folder, record.SetAsideDir)} {
 			path := filepath.Join(root, dir)
 			entries, err := os.ReadDir(path)
 			if errors.Is(err, fs.ErrNotExist) {

@@ -8,7 +8,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/internal/errdefs"
 	"berth/oci"
 )
@@ -44,22 +44,22 @@ type Runtime struct {
 }
 
 // OpenRuntime opens the folder of the runtime record below root.
-func OpenRuntime(root string) (*checkpoint.Dir, error) {
-	return checkpoint.OpenDir(filepath.Join(root, "runtime"), "runtime", runtimeVersion, checkpoint.Process)
+func OpenRuntime(root string) (*record.Dir, error) {
+	return record.OpenDir(filepath.Join(root, "runtime"), "runtime", runtimeVersion, record.Process)
 }
 
 // Records stores pods and containers durably. A record is on disk when the method that writes it
 // returns.
-type Records struct{ pods, containers *checkpoint.Dir }
+type Records struct{ pods, containers *record.Dir }
 
 // OpenRecords opens the folders of records below root. begin registers the wait for each write.
 func OpenRecords(root string, begin func(what, object string) func()) (*Records, error) {
-	pods, err := checkpoint.OpenDir(filepath.Join(root, "pods"), "pod", podVersion, checkpoint.Process)
+	pods, err := record.OpenDir(filepath.Join(root, "pods"), "pod", podVersion, record.Process)
 	if err != nil {
 		return nil, err
 	}
-	containers, err := checkpoint.OpenDir(filepath.Join(root, "containers"), "container",
-		containerVersion, checkpoint.Process)
+	containers, err := record.OpenDir(filepath.Join(root, "containers"), "container",
+		containerVersion, record.Process)
 	if err != nil {
 		return nil, err
 	}
@@ -95,8 +95,8 @@ func (r *Records) RemovePod(id string) error { return r.pods.Remove(id) }
 func (r *Records) RemoveContainer(id string) error { return r.containers.Remove(id) }
 
 // LoadPods reads the records of all pods. damaged lists the records that failed their checks. They
-// are moved to checkpoint.SetAsideDir.
-func (r *Records) LoadPods(add func(*PodSpec, PodStatus)) (damaged []checkpoint.Damaged, err error) {
+// are moved to record.SetAsideDir.
+func (r *Records) LoadPods(add func(*PodSpec, PodStatus)) (damaged []record.Damaged, err error) {
 	return r.pods.Load(func(name string, _ int, body []byte) error {
 		spec, status, err := decodePod(name, body)
 		if err == nil {
@@ -107,7 +107,7 @@ func (r *Records) LoadPods(add func(*PodSpec, PodStatus)) (damaged []checkpoint.
 }
 
 // LoadContainers is LoadPods for containers.
-func (r *Records) LoadContainers(add func(*ContainerSpec, ContainerStatus)) (damaged []checkpoint.Damaged, err error) {
+func (r *Records) LoadContainers(add func(*ContainerSpec, ContainerStatus)) (damaged []record.Damaged, err error) {
 	return r.containers.Load(func(name string, _ int, body []byte) error {
 		spec, status, err := decodeContainer(name, body)
 		if err == nil {

@@ -114,9 +114,10 @@ type ContainerStatus struct {
 	StartedAt time.Time `json:"startedAt,omitzero"` // of the StartContainer call; in a snapshot of a running container: of its init
 	Exit      *Exit     `json:"exit,omitempty"`     // nil unless it has exited
 	Lazy      bool      `json:"lazy,omitempty"`     // a layer was incomplete at its start, see proto.Launch.Keep
-	Distrust  string    `json:"distrust,omitempty"` // why its files may be wrong: it is killed
-	PID       int       `json:"-"`                  // of the init, on the host; 0 unless it runs
-	Presented bool      `json:"-"`                  // plugins were called with it
+	// WrongFiles says why its files may be wrong: it is killed.
+	WrongFiles string `json:"distrust,omitempty"`
+	PID        int    `json:"-"` // of the init, on the host; 0 unless it runs
+	Presented  bool   `json:"-"` // plugins were called with it
 }
 
 // NewContainerStatus returns the status of a container in that phase.
@@ -149,8 +150,8 @@ const (
 	ReasonShimLost   = "ShimLost" // the shim was killed, so the exit code is unknown
 	ReasonUnknown    = "Unknown"  // the node was restarted
 
-	// ReasonWrongFiles: another node had sent a wrong index of a layer, so the files of the image
-	// may have been wrong.
+	// ReasonWrongFiles: the table of contents of a layer was wrong, or was not proven, so the files
+	// of the image may have been wrong.
 	ReasonWrongFiles = "WrongFiles"
 )
 

@@ -13,7 +13,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/cni"
 	"berth/oci"
 )
@@ -88,7 +88,7 @@ type FoundContainer struct {
 type Found struct {
 	Pods       map[string]*FoundPod
 	Containers map[string]*FoundContainer
-	Surveys    []checkpoint.Survey // of all folders
+	Surveys    []record.Survey // of all folders
 }
 
 // Inspect reads the records below root without changing them, even of a running daemon.
@@ -106,7 +106,7 @@ func Inspect(root, state string) (*Found, error) {
 			return json.Unmarshal(body, &Runtime{})
 		}},
 	} {
-		survey, err := checkpoint.Inspect(filepath.Join(root, folder.name), folder.kind, folder.version, folder.decode)
+		survey, err := record.Inspect(filepath.Join(root, folder.name), folder.kind, folder.version, folder.decode)
 		if err != nil {
 			return nil, err
 		}
@@ -135,7 +135,7 @@ func IDs(root string) ([]string, error) {
 // PodCIDR returns the recorded pod CIDR, even of a running daemon. It is empty without a record or
 // for a damaged record.
 func PodCIDR(root string) (cidr string, err error) {
-	_, err = checkpoint.Inspect(filepath.Join(root, "runtime"), "runtime", runtimeVersion,
+	_, err = record.Inspect(filepath.Join(root, "runtime"), "runtime", runtimeVersion,
 		func(_ string, _ int, body []byte) error {
 			var rec Runtime
 			err := json.Unmarshal(body, &rec)

@@ -5,8 +5,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"berth/internal/cgroup"
 	"berth/internal/cgstats"
+	"berth/sandbox/state"
 )
 
 // Usage is the cumulative resource usage of a container or pod.
@@ -18,8 +18,7 @@ type Usage struct {
 
 // Cgroups describes the node's cgroup setup.
 type Cgroups struct {
-	V2      bool
-	Systemd bool // paths name systemd scopes
+	Node state.Node
 }
 
 // ContainerMeter measures one cgroup. The zero value is for a container without processes in its
@@ -34,11 +33,11 @@ type ContainerMeter struct {
 // counts tasks.
 func (h Cgroups) ContainerMeter(cgroupsPath string, tasks bool) *ContainerMeter {
 	return &ContainerMeter{reader: cgstats.New(func() (cgstats.Group, error) {
-		group, err := cgroup.Open(cgroupsPath, h.Systemd)
+		group, err := h.Node.Cgroup(cgroupsPath)
 		if err != nil {
 			return cgstats.Group{}, err
 		}
-		return cgstats.Group{V2: h.V2, Dir: group.Dir}, nil
+		return cgstats.Group{V2: h.Node.Host.CgroupV2, Dir: group.Dir}, nil
 	}, tasks)}
 }
 

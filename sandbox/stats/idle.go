@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/cgroup"
+	"berth/sandbox/state"
 )
 
 // maxUnseen limits the age of the sample of an idle pod. A process of another pod can write to a
@@ -23,11 +23,11 @@ const maxUnseen = 10 * time.Minute
 // a shared PID namespace. Pods without a cgroup of their own (no cgroup_parent) share one value, so
 // such a pod is idle only when all of them are. The text is empty when the kernel does not report
 // the time of all processes of the container.
-func usedCPU(s *Target, systemd bool) (string, error) {
+func usedCPU(s *Target, node state.Node) (string, error) {
 	if s.Init == 0 {
 		return "", nil
 	}
-	group, err := cgroup.Open(s.CgroupsPath, systemd)
+	group, err := node.Cgroup(s.CgroupsPath)
 	if err != nil {
 		return "", err
 	}

@@ -6,7 +6,6 @@ import (
 	"path/filepath"
 	"sync/atomic"
 
-	"berth/internal/cgroup"
 	"berth/internal/cgstats"
 	"berth/internal/errdefs"
 	"berth/internal/netns"
@@ -56,7 +55,7 @@ func netMeter(path string) *cgstats.NetDev {
 // parent measures the parent of the pause's cgroup, which holds all containers of the pod.
 func (h Cgroups) parent(cgroupsPath string) *ContainerMeter {
 	return &ContainerMeter{reader: cgstats.New(func() (cgstats.Group, error) {
-		group, err := cgroup.Open(cgroupsPath, h.Systemd)
+		group, err := h.Node.Cgroup(cgroupsPath)
 		if err != nil {
 			return cgstats.Group{}, err
 		}
@@ -66,7 +65,7 @@ func (h Cgroups) parent(cgroupsPath string) *ContainerMeter {
 			}
 			return ""
 		}
-		return cgstats.Group{V2: h.V2, Dir: dir}, nil
+		return cgstats.Group{V2: h.Node.Host.CgroupV2, Dir: dir}, nil
 	}, true)}
 }
 

@@ -13,7 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/cgroup"
+	"berth/sandbox/state"
 )
 
 // Processes counts the open files of a container's processes, up to maxFiles.
@@ -24,8 +24,8 @@ type Processes struct {
 
 // countProcesses counts the open files of all processes in a cgroup. Of a process that exits during
 // the count, it counts the files seen so far.
-func countProcesses(ctx context.Context, cgroupsPath string, systemd bool, init int) (*Processes, error) {
-	group, err := cgroup.Open(cgroupsPath, systemd)
+func countProcesses(ctx context.Context, node state.Node, cgroupsPath string, init int) (*Processes, error) {
+	group, err := node.Cgroup(cgroupsPath)
 	if err != nil {
 		return nil, err
 	}

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/diskusage"
+	"berth/sandbox/state"
 )
 
 // Sample is the result of sampling a container. It is immutable.
@@ -57,12 +58,12 @@ type Target struct {
 
 // SamplerConfig configures a Sampler.
 type SamplerConfig struct {
-	Period        time.Duration                          // minimum time between samples of a requested container
-	Targets       iter.Seq[Target]                       // the current state of all containers
-	Layers        string                                 // directory of the writable layers, each in ID/upper and ID/volumes
-	Images        string                                 // directory of the images
-	SystemdCgroup bool                                   // paths name systemd scopes
-	Begin         func(what, object string) (end func()) // reports a wait without a limit
+	Node    state.Node
+	Period  time.Duration                          // minimum time between samples of a requested container
+	Targets iter.Seq[Target]                       // the current state of all containers
+	Layers  string                                 // directory of the writable layers, each in ID/upper and ID/volumes
+	Images  string                                 // directory of the images
+	Begin   func(what, object string) (end func()) // reports a wait without a limit
 
 	// Quota returns the usage of a writable layer's project. ok is false if it is unknown.
 	Quota func(project uint32) (usage diskusage.Usage, ok bool, err error)
@@ -222,7 +223,7 @@ func (s *Target) needsSample() bool {
 // sample measures the writable layer of a container and, if it runs, its open files.
 func (c *Sampler) sample(ctx context.Context, s *Target) error {
 	defer c.cfg.Begin("size of writable layer", "container "+s.ID)()
-	used, err := usedCPU(s, c.cfg.SystemdCgroup) // CPU time used after this requires another sample
+	used, err := usedCPU(s, c.cfg.Node) // CPU time used after this requires another sample
 	if err != nil {
 		return err
 	}
@@ -244,7 +245,7 @@ func (c *Sampler) sample(ctx context.Context, s *Target) error {
 		return err
 	}
 	if s.Init != 0 {
-		counted.Processes, err = countProcesses(ctx, s.CgroupsPath, c.cfg.SystemdCgroup, s.Init)
+		counted.Processes, err = countProcesses(ctx, c.cfg.Node, s.CgroupsPath, s.Init)
 	}
 	if err != nil {
 		counted.usedCPU = ""

@@ -17,7 +17,7 @@ import (
 
 func TestHold(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := New(nil, nil, state.Dirs{}, false, Limits{Execs: 8, ExecsPerContainer: 8, Sessions: 8},
+		s := New(nil, nil, state.Node{}, Limits{Execs: 8, ExecsPerContainer: 8, Sessions: 8},
 			task.NewRunner(testutil.Logger(t), nil))
 		c := ContainerTarget{ID: "c"}
 		ctx := t.Context()

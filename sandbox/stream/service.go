@@ -63,8 +63,7 @@ type Targets interface {
 type Service struct {
 	targets   Targets
 	launchers *shim.Launchers
-	dirs      state.Dirs
-	systemd   bool         // systemd manages the cgroups
+	node      state.Node
 	tasks     *task.Runner // its Operations own the sessions
 	dials     *dialLimiter
 	outputs   *outputBudget
@@ -75,10 +74,10 @@ type Service struct {
 	holds     holds
 }
 
-// New returns a Service for these targets. systemd says whether systemd manages their cgroups.
-func New(targets Targets, launchers *shim.Launchers, dirs state.Dirs, systemd bool, limits Limits,
+// New returns a Service for these targets.
+func New(targets Targets, launchers *shim.Launchers, node state.Node, limits Limits,
 	tasks *task.Runner) *Service {
-	s := &Service{targets: targets, launchers: launchers, dirs: dirs, systemd: systemd, tasks: tasks,
+	s := &Service{targets: targets, launchers: launchers, node: node, tasks: tasks,
 		dials: newDialLimiter(), outputs: &outputBudget{},
 		execs:     newSlots("execs", limits.Execs, limits.ExecsPerContainer),
 		connected: newSlots("exec sessions", limits.execSessions(), limits.ExecsPerContainer),
@@ -145,8 +144,8 @@ func (s *Service) ExecSync(ctx context.Context, id string, command []string, tim
 func (s *Service) execRequest(c ContainerTarget, command Command) *proto.Exec {
 	process := oci.ExecProcess(&specs.Spec{Process: c.Process}, command.Args, command.Terminal)
 	command.Options.apply(process)
-	return &proto.Exec{ID: c.ID, Runtime: c.Runtime, Dir: s.dirs.Shim(c.ID), ExecID: state.NewID()[:16],
-		CgroupsPath: c.Cgroup, SystemdCgroup: s.systemd, Keep: c.Keep,
+	return &proto.Exec{ID: c.ID, Runtime: c.Runtime, Dir: s.node.Shim(c.ID), ExecID: state.NewID()[:16],
+		CgroupsPath: c.Cgroup, SystemdCgroup: s.node.SystemdCgroup, Keep: c.Keep,
 		Process: process}
 }
 
@@ -275,7 +274,7 @@ func (s *Service) Attach(ctx context.Context, id string, terminal bool, client I
 		}
 	}
 	defer s.tasks.BeginOpen("end of attached session", c.String())()
-	if err := s.sessions().Attach(ctx, shim.OpenMonitor(s.dirs.Shim(c.ID)), c, client); err != nil {
+	if err := s.sessions().Attach(ctx, shim.OpenMonitor(s.node.Shim(c.ID)), c, client); err != nil {
 		return fmt.Errorf("container %s: %w", c.ID, err)
 	}
 	return nil

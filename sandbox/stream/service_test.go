@@ -49,7 +49,7 @@ func testStreams() *Service {
 			"ended":    {ID: "ended-with-a-longer-id"},
 		},
 		pods: map[string]PodTarget{"sandboxed": {ID: "sandboxed-with-a-longer-id", Ready: true, Sandboxed: true}, "ready": {ID: "ready-with-a-longer-id", Ready: true}, "stopped": {ID: "stopped-with-a-longer-id"}},
-	}, nil, state.Dirs{}, false, testLimits, task.NewRunner(slog.New(slog.DiscardHandler), nil))
+	}, nil, state.Node{}, testLimits, task.NewRunner(slog.New(slog.DiscardHandler), nil))
 }
 
 // The Check methods refuse impossible sessions and return full IDs for the others.

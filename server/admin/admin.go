@@ -24,6 +24,7 @@ import (
 
 	"berth/image"
 	"berth/image/archive"
+	"berth/image/pull"
 	"berth/internal/errdefs"
 )
 
@@ -120,7 +121,7 @@ func (p Partial) Layers() int { return p.Unfinished + p.Finished }
 
 // Store is the part of the image store that the service uses.
 type Store interface {
-	Load(ctx context.Context, from io.Reader, opts image.LoadOptions) ([]*image.Image, error)
+	Load(ctx context.Context, from io.Reader, opts pull.LoadOptions) ([]*image.Image, error)
 	Save(ctx context.Context, out io.Writer, opts image.SaveOptions) error
 	Tag(ctx context.Context, ref, name string) (*image.Image, error)
 	Untag(ctx context.Context, name string) (*image.Image, error)
@@ -207,7 +208,7 @@ func load(images Store, stream grpc.ServerStream) error {
 		return err
 	}
 	var skipped []string
-	opts := image.LoadOptions{Name: req.Name, Pin: req.Pin, Skipped: func(entry archive.Skipped) {
+	opts := pull.LoadOptions{Name: req.Name, Pin: req.Pin, Skipped: func(entry archive.Skipped) {
 		skipped = append(skipped, fmt.Sprintf("%s: %v", entry.Name, entry.Reason))
 	}}
 	added, err := images.Load(stream.Context(), NewReader(stream), opts)

@@ -165,6 +165,7 @@ func (s *Server) leave(x *session) {
 	s.leaveLocked(x)
 }
 
+// +checklocks:s.mu
 func (s *Server) leaveLocked(x *session) {
 	if x.place != nil {
 		s.lingering.Remove(x.place)

@@ -106,7 +106,9 @@ func (l *link) serve() {
 	}
 }
 
-// copy copies one direction and its end.
+// copy copies one direction and its end. checklocks does not follow a lock that may be nil.
+//
+// +checklocksignore
 func (l *link) copy(to net.Conn, from io.Reader, sending sync.Locker) {
 	buffer := make([]byte, 32<<10)
 	for {

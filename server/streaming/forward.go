@@ -50,9 +50,11 @@ type forwarder struct {
 	ending  atomic.Bool               // all channels of a WebSocket session have ended
 	worked  atomic.Bool               // a port has accepted a connection
 
-	mu       sync.Mutex // guards the fields below
-	channels int        // of a WebSocket session, that have not ended
-	open     int        // forwarded connections
+	mu sync.Mutex
+	// +checklocks:mu
+	channels int // of a WebSocket session, that have not ended
+	// +checklocks:mu
+	open int // forwarded connections
 }
 
 // PortForward implements portforward.PortForwarder.

@@ -59,12 +59,15 @@ type gate struct {
 
 	closed chan struct{}
 	close  sync.Once
-
-	mu     sync.Mutex    // guards the fields below; taken before tokens' lock
-	late   time.Time     // until then connections without an outstanding token are accepted
 	wake   chan struct{} // signalled when a first token is offered
-	silent list.List     // of *connection without data, oldest first
-	spoken list.List     // of *connection with data but no token
+
+	mu sync.Mutex // taken before tokens' lock
+	// +checklocks:mu
+	late time.Time // until then connections without an outstanding token are accepted
+	// +checklocks:mu
+	silent list.List // of *connection without data, oldest first
+	// +checklocks:mu
+	spoken list.List // of *connection with data but no token
 }
 
 func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.Logger) (*gate, error) {
@@ -144,7 +147,9 @@ func (g *gate) used() {
 	g.late = time.Now().Add(lateTime)
 }
 
-// openLocked reports whether connections are accepted. The caller holds the lock.
+// openLocked reports whether connections are accepted.
+//
+// +checklocks:g.mu
 func (g *gate) openLocked() bool {
 	now := time.Now()
 	return now.Before(g.late) || g.tokens.outstanding(now)
@@ -251,11 +256,10 @@ func (g *gate) makeRoom() error {
 func (g *gate) surplus() (victim *connection, wait time.Duration) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	full := func() bool { return g.silent.Len()+g.spoken.Len() >= g.most }
-	if full() && g.patience == 0 && g.spoken.Len() > 0 { // its first data had no token: no client
+	if g.fullLocked() && g.patience == 0 && g.spoken.Len() > 0 { // its first data had no token: no client
 		return g.spoken.Front().Value.(*connection), 0
 	}
-	for full() && g.silent.Len() > 0 {
+	for g.fullLocked() && g.silent.Len() > 0 {
 		c := g.silent.Front().Value.(*connection)
 		data := c.peek()
 		if len(data) == 0 {
@@ -263,15 +267,22 @@ func (g *gate) surplus() (victim *connection, wait time.Duration) {
 		}
 		g.heardLocked(c, data) // moves it out of silent
 	}
-	if !full() {
+	if !g.fullLocked() {
 		return nil, 0
 	}
 	c := g.spoken.Front().Value.(*connection)
 	return c, g.patience - time.Since(c.accepted)
 }
 
+// fullLocked reports whether as many connections as may be show no token.
+//
+// +checklocks:g.mu
+func (g *gate) fullLocked() bool { return g.silent.Len()+g.spoken.Len() >= g.most }
+
 // heardLocked classifies a connection by its first bytes. A connection that names a token is not
-// counted any more. The caller holds the lock.
+// counted any more.
+//
+// +checklocks:g.mu
 func (g *gate) heardLocked(c *connection, data []byte) {
 	if c.in != &g.silent {
 		return
@@ -291,6 +302,7 @@ func (g *gate) forget(c *connection) {
 	g.forgetLocked(c)
 }
 
+// +checklocks:g.mu
 func (g *gate) forgetLocked(c *connection) {
 	if c.in != nil {
 		c.in.Remove(c.place)

@@ -25,8 +25,10 @@ type hangups struct {
 	epoll *os.File
 	ended chan struct{} // closed at the goroutine's end
 
-	mu      sync.Mutex // guards the fields below
-	last    uint64
+	mu sync.Mutex
+	// +checklocks:mu
+	last uint64
+	// +checklocks:mu
 	waiting map[uint64]func()
 }
 
@@ -96,8 +98,10 @@ type connection struct {
 	in       *list.List    // the gate's list, guarded by the gate's lock; nil: in no list
 	place    *list.Element // the element of in
 
-	mu     sync.Mutex // guards the fields below
-	gone   func()     // callback; nil: not set
+	mu sync.Mutex
+	// +checklocks:mu
+	gone func() // callback; nil: not set
+	// +checklocks:mu
 	closed bool
 }
 

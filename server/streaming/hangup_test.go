@@ -30,6 +30,8 @@ func watching(t *testing.T) *hangups {
 		if err := h.Close(); err != nil {
 			t.Error(err)
 		}
+		h.mu.Lock()
+		defer h.mu.Unlock()
 		if len(h.waiting) > 0 {
 			t.Errorf("%d connections are still waited for", len(h.waiting))
 		}

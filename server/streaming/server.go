@@ -79,11 +79,14 @@ type Server struct {
 	patience time.Duration // streamsTimeout, shorter in tests
 	limits   endLimits     // of ending sessions
 
-	mu        sync.Mutex // guards the fields below
-	sessions  map[*connection]*session
+	mu sync.Mutex
+	// +checklocks:mu
+	sessions map[*connection]*session
+	// +checklocks:mu
 	lingering list.List // of *session that wait for their clients' end, oldest first
-	closed    bool
-	running   sync.WaitGroup // handlers; grows under mu, until closed
+	// +checklocks:mu
+	closed  bool
+	running sync.WaitGroup // handlers; grows under mu, until closed
 }
 
 // Listen opens the port and returns a server. The caller must call Serve.

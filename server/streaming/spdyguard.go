@@ -100,9 +100,12 @@ type spdyGuard struct {
 	closing sync.Once
 	closed  chan struct{}
 
-	mu       sync.Mutex // guards the fields below
-	streams  map[spdy.StreamId]*guardedStream
-	opening  spdy.StreamId // new stream without answer; 0: none
+	mu sync.Mutex
+	// +checklocks:mu
+	streams map[spdy.StreamId]*guardedStream
+	// +checklocks:mu
+	opening spdy.StreamId // new stream without answer; 0: none
+	// +checklocks:mu
 	answered chan struct{} // closed when opening has an answer
 }
 
@@ -325,7 +328,9 @@ func (g *spdyGuard) closeWrite() {
 	}
 }
 
-// forgetFinished removes a stream that both sides have finished. The caller holds the lock.
+// forgetFinished removes a stream that both sides have finished.
+//
+// +checklocks:g.mu
 func (g *spdyGuard) forgetFinished(id spdy.StreamId, s *guardedStream) {
 	if s.clientFinished && s.weFinished {
 		delete(g.streams, id)

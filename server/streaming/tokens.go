@@ -18,10 +18,11 @@ const (
 	maxTokens = 1000
 )
 
-// tokens are the sessions that have not started. The zero value is empty. The lock guards the map
-// and is held for map operations only.
+// tokens are the sessions that have not started. The zero value is empty. The lock is
+// held for map operations only.
 type tokens struct {
-	mu      sync.Mutex
+	mu sync.Mutex
+	// +checklocks:mu
 	waiting map[string]offer
 }
 
@@ -90,7 +91,9 @@ func (t *tokens) outstanding(now time.Time) bool {
 	return false
 }
 
-// dropExpired removes expired tokens. The caller holds the lock.
+// dropExpired removes expired tokens.
+//
+// +checklocks:t.mu
 func (t *tokens) dropExpired(now time.Time) {
 	for token, o := range t.waiting {
 		if !now.Before(o.expires) {

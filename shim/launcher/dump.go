@@ -20,8 +20,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/cgroup"
-	"berth/internal/criu"
 	"berth/internal/failpoint"
+	"berth/shim/launcher/criu"
 	"berth/shim/proto"
 )
 
@@ -32,7 +32,7 @@ type dump struct {
 	config configs.Config
 	state  *libcontainer.State
 	pids   []int // the container's processes, before the freeze
-	criu   *criuProcess
+	criu   *criu.Process
 	opts   *rpc.CriuOpts
 	images *os.File
 	yard   *os.File // links to the node's mounts of cgroups
@@ -75,10 +75,10 @@ func (d *dump) prepare(files []*os.File) (err error) {
 	if err := d.load(); err != nil {
 		return err
 	}
-	if d.criu, err = startCRIU(d.CRIU, d.ID); err != nil {
+	if d.criu, err = criu.Start(d.CRIU, d.ID); err != nil {
 		return err
 	}
-	if d.result.CRIU, err = d.criu.version(); err != nil {
+	if d.result.CRIU, err = d.criu.Version(); err != nil {
 		return err
 	}
 	if err := d.result.CRIU.Check(); err != nil {
@@ -402,7 +402,7 @@ func (d *dump) run() error {
 	}
 	d.opts.TcpClose = ptr(connected)
 	stop := d.watchDaemon()
-	err = d.criu.dump(d.opts)
+	err = d.criu.Dump(d.opts)
 	stop()
 	if err != nil {
 		return d.explain(err)
@@ -419,12 +419,12 @@ func (d *dump) watchDaemon() (stop func()) {
 		if _, err := d.l.conn.Receive(&r); errors.Is(err, os.ErrDeadlineExceeded) {
 			return
 		}
-		_ = criu.Abort(d.criu.dir) // if that fails, it is killed
+		_ = d.criu.Abort() // if that fails, it is killed
 		select {
 		case <-done:
 		case <-time.After(abortGrace):
 			failpoint.Reach("launcher.kill-dump")
-			_ = cgroup.KillChild(d.criu.dir, criuEndTime) // end tries again and reports the error
+			_ = d.criu.Kill() // end tries again and reports the error
 		}
 	})
 	return sync.OnceFunc(func() {
@@ -439,7 +439,7 @@ func (d *dump) watchDaemon() (stop func()) {
 func (d *dump) end(grace time.Duration) error {
 	var err error
 	if d.criu != nil {
-		err = d.criu.end(grace)
+		err = d.criu.End(grace)
 		d.criu = nil
 	}
 	for _, f := range []*os.File{d.images, d.yard, d.Dir} {
@@ -464,7 +464,7 @@ func (d *dump) explain(cause error) error {
 	switch {
 	case strings.Contains(text, unix.ENOSPC.Error()) || strings.Contains(text, "No space left on device") || isFull(d.Dir):
 		return proto.Errorf(proto.ResourceExhausted, "the filesystem of the checkpoint is full: %s", text)
-	case !errors.Is(cause, errCRIURefused):
+	case !errors.Is(cause, criu.ErrRefused):
 		return errors.New(text)
 	}
 	for _, line := range errs {
@@ -525,3 +525,5 @@ func isFull(dir *os.File) bool {
 	}
 	return s.Bavail*uint64(s.Bsize) < fullBelow
 }
+
+func ptr[T any](v T) *T { return &v }

@@ -5,13 +5,12 @@ import (
 	"os"
 
 	"berth/shim/launcher/bpfcache"
-	"berth/shim/launcher/sysmon"
 )
 
 // Init continues libcontainer in the first process of a container, and of an exec. A package
 // initialiser calls it. It does not return.
 func Init() {
-	if err := sysmon.Restore(); err != nil {
+	if err := restoreSlack(); err != nil {
 		fmt.Fprintln(os.Stderr, "berth-shim: timer slack:", err)
 		os.Exit(1)
 	}

@@ -61,14 +61,15 @@ func (e *ends) fill() error {
 	return nil
 }
 
-// openIO opens the streams between the container's process and its monitor.
-func (c *launch) openIO() (err error) {
+// openIO opens the streams between the container's process and its monitor. uid and gid are those
+// of the container's root on the host.
+func (c *launch) openIO(uid, gid int) (err error) {
 	c.io = &stdio{}
 	if _, plain := c.backend.(*pauseBackend); plain {
 		return nil // pause closes its streams
 	}
 	if c.Pause == "" {
-		err = c.openMonitored()
+		err = c.openMonitored(uid, gid)
 	}
 	if err != nil {
 		return err
@@ -77,7 +78,7 @@ func (c *launch) openIO() (err error) {
 }
 
 // openMonitored opens the streams to the monitor, and its socket.
-func (c *launch) openMonitored() (err error) {
+func (c *launch) openMonitored(uid, gid int) (err error) {
 	if c.io.listener, err = listen(c.Dir); err != nil {
 		return fmt.Errorf("open the monitor's socket: %w", err)
 	}
@@ -88,7 +89,7 @@ func (c *launch) openMonitored() (err error) {
 	if c.Terminal {
 		return c.io.makeTerminal(c.Runtime == nil)
 	}
-	return c.io.makePipes(c.backend, c.Stdin)
+	return c.io.makePipes(uid, gid, c.Stdin)
 }
 
 // makeTerminal prepares the transfer of the terminal's master: libcontainer uses a socket pair, an
@@ -103,7 +104,7 @@ func (s *stdio) makeTerminal(library bool) (err error) {
 
 // makePipes makes pipes whose container's ends belong to the container's root, which may be another
 // user on the host.
-func (s *stdio) makePipes(b backend, withStdin bool) (err error) {
+func (s *stdio) makePipes(uid, gid int, withStdin bool) (err error) {
 	if s.theirs.stdout, s.stdout, err = pipe("stdout"); err != nil {
 		return err
 	}
@@ -115,11 +116,7 @@ func (s *stdio) makePipes(b backend, withStdin bool) (err error) {
 			return err
 		}
 	}
-	uid, gid, err := b.hostRoot()
-	if err == nil {
-		err = s.theirs.chown(uid, gid)
-	}
-	if err != nil {
+	if err := s.theirs.chown(uid, gid); err != nil {
 		return fmt.Errorf("owner of stdio: %w", err)
 	}
 	return nil
@@ -247,4 +244,79 @@ func listen(dir string) (_ *os.File, err error) {
 	}
 	failpoint.Reach("launcher.listens")
 	return s, nil
+}
+
+// newNull creates and opens a null device for one process. A process can change the mode and owner
+// of a device node through a descriptor. With the host's node, it could make /dev/null unusable on
+// the host.
+//
+// The node is /dev/null of a new tmpfs that is attached to no mount namespace and disappears with
+// the last descriptor. It has the name that programs expect, and no file handle leads to another
+// process's node.
+func newNull() (_ *os.File, err error) {
+	root, err := newTmpfs()
+	if err != nil {
+		return nil, fmt.Errorf("make null device: %w", err)
+	}
+	defer root.Close()
+	dir := int(root.Fd())
+	failpoint.Reach("launcher.make-null")
+	if err := unix.Mkdirat(dir, "dev", 0o755); err != nil {
+		return nil, fmt.Errorf("make null device: %w", os.NewSyscallError("mkdirat", err))
+	}
+	if err := unix.Mknodat(dir, "dev/null", unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))); err != nil {
+		return nil, fmt.Errorf("make null device: %w", os.NewSyscallError("mknodat", err))
+	}
+	if err := unix.Fchmodat(dir, "dev/null", 0o666, 0); err != nil { // mknod obeys the umask
+		return nil, fmt.Errorf("make null device: %w", os.NewSyscallError("fchmodat", err))
+	}
+	fd, err := unix.Openat(dir, "dev/null", unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("make null device: %w", os.NewSyscallError("openat", err))
+	}
+	failpoint.Reach("launcher.null-made")
+	null := os.NewFile(uintptr(fd), os.DevNull)
+	if err := copyLabel(os.DevNull, null); err != nil {
+		return nil, errors.Join(fmt.Errorf("make null device: %w", err), null.Close())
+	}
+	return null, nil
+}
+
+// newTmpfs mounts a tmpfs that is attached to no mount namespace.
+func newTmpfs() (*os.File, error) {
+	fs, err := unix.Fsopen("tmpfs", unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return nil, os.NewSyscallError("fsopen", err)
+	}
+	defer unix.Close(fs)
+	if err := unix.FsconfigCreate(fs); err != nil {
+		return nil, os.NewSyscallError("fsconfig", err)
+	}
+	fd, err := unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_NOSUID|unix.MOUNT_ATTR_NOEXEC)
+	if err != nil {
+		return nil, os.NewSyscallError("fsmount", err)
+	}
+	return os.NewFile(uintptr(fd), "tmpfs"), nil
+}
+
+// seLinuxLabel is the extended attribute with a file's SELinux label.
+const seLinuxLabel = "security.selinux"
+
+// copyLabel copies the SELinux label of a file that all containers may use. It does nothing without
+// SELinux.
+func copyLabel(from string, to *os.File) error {
+	label := make([]byte, 256)
+	n, err := unix.Getxattr(from, seLinuxLabel, label)
+	if err == unix.ENODATA || err == unix.ENOTSUP {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("copy SELinux label: %w", err)
+	}
+	failpoint.Reach("launcher.label-null")
+	if err := unix.Fsetxattr(int(to.Fd()), seLinuxLabel, label[:n], 0); err != nil {
+		return fmt.Errorf("copy SELinux label: %w", err)
+	}
+	failpoint.Reach("launcher.null-labelled")
+	return nil
 }

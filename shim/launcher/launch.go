@@ -48,8 +48,10 @@ type launch struct {
 	// unrepeatable: the daemon's end does not undo the launch, because a repetition would fail.
 	unrepeatable bool
 
-	mu        sync.Mutex // guards the two fields below
-	committed bool       // the reply is being sent: too late to cancel
+	mu sync.Mutex
+	// +checklocks:mu
+	committed bool // the reply is being sent: too late to cancel
+	// +checklocks:mu
 	cancelled bool
 }
 
@@ -143,41 +145,6 @@ func (c *launch) keepFiles() error {
 	return nil
 }
 
-// mountAll mounts the root filesystem and the image volumes.
-func (c *launch) mountAll() error {
-	if err := c.mountRootfs(); err != nil {
-		return err
-	}
-	c.endStep("mount root filesystem")
-	if err := c.mountVolumes(); err != nil {
-		return err
-	}
-	c.endStep("mount volumes")
-	return c.closeMounts()
-}
-
-// prepare does all work before the container's first process exists.
-func (c *launch) prepare() error {
-	clampOOMScore(c.Spec.Process)
-	if err := c.setDottedSysctls(); err != nil {
-		return err
-	}
-	if err := c.backend.prepare(); err != nil {
-		return err
-	}
-	if err := c.openIO(); err != nil {
-		return err
-	}
-	if err := c.identifyMonitor(); err != nil {
-		return err
-	}
-	if err := c.reserveExit(); err != nil {
-		return err
-	}
-	c.endStep("prepare")
-	return nil
-}
-
 // endStep adds a step to the trace: the time since the previous step, or since the request arrived.
 func (c *launch) endStep(name string) {
 	now := trace.Now()
@@ -247,35 +214,6 @@ func (c *launch) cancel() bool {
 	return c.cancelled
 }
 
-// identifyMonitor stores this process's identity, because it becomes the monitor. A pause has no
-// monitor.
-func (c *launch) identifyMonitor() (err error) {
-	if c.Pause != "" {
-		return nil
-	}
-	c.started.ShimPID = os.Getpid()
-	c.started.ShimStartTime, err = pidfd.StartTime(c.started.ShimPID)
-	return err
-}
-
-// reserveExit takes the disk space of the exit record. Without the record, on a full filesystem,
-// the container would count as lost.
-func (c *launch) reserveExit() error {
-	if c.Pause != "" {
-		return nil
-	}
-	c.undo.Add("give up the exit record's space", func() error {
-		failpoint.Reach("launcher.unreserve-exit")
-		return proto.UnreserveFile(c.Dir, proto.ExitFile)
-	})
-	failpoint.Reach("launcher.reserve-exit")
-	if err := proto.ReserveFile(c.Dir, proto.ExitFile); err != nil {
-		return err
-	}
-	failpoint.Reach("launcher.exit-reserved")
-	return nil
-}
-
 // create makes the container. Its init waits until execute.
 func (c *launch) create() error {
 	if c.inheritsOrphans() {
@@ -338,10 +276,10 @@ func (c *launch) execute() error {
 		return err
 	}
 	failpoint.Reach("launcher.executed")
-	if c.monitor.InitPID != 0 || c.Pause != "" {
-		return nil
+	if c.monitor.InitPID == 0 && c.Pause == "" {
+		return c.follow()
 	}
-	return c.follow()
+	return nil
 }
 
 // follow gives the monitor a process that ends together with the container. create has returned

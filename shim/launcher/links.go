@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
-	"berth/shim/launcher/saved"
+	"berth/shim/launcher/criu"
 	"berth/shim/proto"
 )
 
@@ -39,7 +39,7 @@ func (b *restoreBackend) forbidLinks() error {
 		return fmt.Errorf("open checkpoint: %w", err)
 	}
 	defer images.Close() // it was only read
-	changed, err := saved.WithoutLinks(images)
+	changed, err := criu.WithoutLinks(images)
 	if err != nil {
 		return err
 	}

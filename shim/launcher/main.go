@@ -25,7 +25,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/shim/launcher/bpfcache"
-	"berth/shim/launcher/sysmon"
 	"berth/shim/proto"
 )
 
@@ -134,7 +133,7 @@ func (l *launcher) serve() error {
 func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	if err := sysmon.Restore(); err != nil {
+	if err := restoreSlack(); err != nil {
 		return false, err
 	}
 	switch {

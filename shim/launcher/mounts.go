@@ -16,6 +16,19 @@ import (
 	"berth/shim/proto"
 )
 
+// mountAll mounts the root filesystem and the image volumes.
+func (c *launch) mountAll() error {
+	if err := c.mountRootfs(); err != nil {
+		return err
+	}
+	c.endStep("mount root filesystem")
+	if err := c.mountVolumes(); err != nil {
+		return err
+	}
+	c.endStep("mount volumes")
+	return c.closeMounts()
+}
+
 // mountRootfs mounts the container's root filesystem and enters its path in the spec.
 func (c *launch) mountRootfs() error {
 	if _, ok := c.backend.(*pauseBackend); ok {

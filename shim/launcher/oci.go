@@ -19,7 +19,6 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
-	"berth/shim/launcher/sysmon"
 	"berth/shim/ociruntime"
 	"berth/shim/proto"
 )
@@ -147,7 +146,7 @@ func (b *ociBackend) execute() error {
 			streams = b.streams.IO
 		}
 		err := adopting(b.inheritsOrphans(), func() error {
-			return sysmon.WithRestored(func() error { return b.begin(streams) })
+			return withSlackRestored(func() error { return b.begin(streams) })
 		})
 		done <- nameCommand(b.Spec.Process, err)
 	}()
@@ -502,7 +501,7 @@ func (e *ociExec) kill() error {
 	ctx, cancel := context.WithTimeout(context.Background(), killTime)
 	defer cancel()
 	// This is not the goroutine of carryOut, whose thread has the daemon's slack.
-	err := sysmon.WithRestored(func() error { return e.Runtime.KillExec(ctx, e.ID, internal) })
+	err := withSlackRestored(func() error { return e.Runtime.KillExec(ctx, e.ID, internal) })
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.pidfd != nil {

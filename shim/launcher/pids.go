@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
-	"berth/shim/launcher/saved"
+	"berth/shim/launcher/criu"
 	"berth/shim/proto"
 )
 
@@ -41,12 +41,12 @@ func (b *restoreBackend) reservePIDs() error {
 // highestPID returns the highest process ID in the images of a container and of others that will be
 // restored later. Those of the others may be missing: they were restored or removed meanwhile.
 func highestPID(images string, pending []string) (int, error) {
-	highest, err := saved.HighestPID(images)
+	highest, err := criu.HighestPID(images)
 	if err != nil {
 		return 0, err
 	}
 	for _, other := range pending {
-		n, err := saved.HighestPID(other)
+		n, err := criu.HighestPID(other)
 		if err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return 0, err
 		}

@@ -23,7 +23,7 @@ import (
 
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
-	"berth/shim/launcher/saved"
+	"berth/shim/launcher/criu"
 	"berth/shim/proto"
 )
 
@@ -60,9 +60,9 @@ func (b *restoreBackend) prepare() error {
 	return nil
 }
 
-// checkStructure refuses saved processes of an unusual form (saved.Check).
+// checkStructure refuses saved processes of an unusual form (criu.Check).
 func (b *restoreBackend) checkStructure() error {
-	vdso, err := saved.VDSO()
+	vdso, err := criu.VDSO()
 	if err != nil {
 		return err
 	}
@@ -71,8 +71,8 @@ func (b *restoreBackend) checkStructure() error {
 		return fmt.Errorf("open checkpoint: %w", err)
 	}
 	defer images.Close() // it was only read
-	err = saved.Check(images, vdso)
-	if refused := (*saved.Refused)(nil); errors.As(err, &refused) {
+	err = criu.Check(images, vdso)
+	if refused := (*criu.Refused)(nil); errors.As(err, &refused) {
 		return proto.Errorf(proto.FailedPrecondition, "restore from the checkpoint: %v", refused)
 	}
 	if errors.Is(err, fs.ErrNotExist) {

@@ -13,7 +13,8 @@ const maxWarnings = 32
 // warningList collects libcontainer's warnings and the launcher's own until a reply takes them to
 // the daemon's log. It is safe for concurrent use.
 type warningList struct {
-	mu   sync.Mutex // guards text
+	mu sync.Mutex
+	// +checklocks:mu
 	text []string
 }
 

@@ -1,41 +1,11 @@
-#include <asm/signal.h>
-
 #include "monitor.h"
 
 #define TIOCGPTPEER_FLAGS (O_RDWR | O_NOCTTY | O_CLOEXEC)
-
-char frame[HEADER_SIZE + MAX_PAYLOAD];
 
 /* The buffer for the records of one write to the log. */
 static char records[48 << 10];
 
 static void close_on_exec(int fd) { sys_fcntl(fd, F_SETFD, FD_CLOEXEC); }
-
-long set_nonblock(int fd)
-{
-	long flags = sys_fcntl(fd, F_GETFL, 0);
-
-	return failed(flags) ? flags : sys_fcntl(fd, F_SETFL, flags | O_NONBLOCK);
-}
-
-long watch(struct monitor *m, int fd, uint32_t events) { return watch_connection(m, fd, 0, events); }
-
-long watch_connection(struct monitor *m, int fd, uint32_t serial, uint32_t events)
-{
-	struct epoll_event e = {.events = events, .data = event_data(fd, serial)};
-	long result = sys_epoll_ctl(m->epoll, EPOLL_CTL_ADD, fd, &e);
-
-	if (result == -EEXIST)
-		result = sys_epoll_ctl(m->epoll, EPOLL_CTL_MOD, fd, &e);
-	return result;
-}
-
-void forget(struct monitor *m, int fd)
-{
-	struct epoll_event unused = {0};
-
-	sys_epoll_ctl(m->epoll, EPOLL_CTL_DEL, fd, &unused);
-}
 
 /* init_records provides space for the records of the longest line. */
 static long init_records(struct monitor *m)
@@ -91,20 +61,6 @@ static long open_streams(struct monitor *m)
 	return result;
 }
 
-long watch_children(struct monitor *m)
-{
-	const unsigned long set = 1UL << (SIGCHLD - 1);
-	long fd;
-
-	if (m->children < 0) {
-		fd = SYS4(signalfd4, -1, &set, sizeof(set), O_CLOEXEC | O_NONBLOCK);
-		if (failed(fd))
-			return fd;
-		m->children = (int)fd;
-	}
-	return watch(m, m->children, EPOLLIN); /* also if an earlier attempt failed */
-}
-
 long monitor_init(struct monitor *m, const struct params *p)
 {
 	long result = sys_epoll_create();
@@ -131,6 +87,67 @@ long monitor_init(struct monitor *m, const struct params *p)
 	if (!failed(result))
 		oom_watch(m);
 	return failed(result) ? result : 0;
+}
+
+/* take_signals empties the signalfd. */
+static void take_signals(const struct monitor *m)
+{
+	char info[128 * 8]; /* several struct signalfd_siginfo */
+
+	while (sys_read(m->children, info, sizeof(info)) > 0)
+		;
+}
+
+/* handle handles an event. data is the event_data of its descriptor. */
+static void handle(struct monitor *m, uint64_t data, uint32_t events)
+{
+	const struct params *p = &m->params;
+	int fd = (int)(uint32_t)data;
+
+	if (fd == m->children)
+		take_signals(m);
+	if (fd == p->init || fd == m->children) {
+		reap(m);
+		if (fd == p->init && !m->init_ended)
+			init_unreaped(m);
+		return;
+	}
+	if (fd == p->listen) {
+		client_accept(m);
+		return;
+	}
+	if (fd == m->oom.file || fd == m->oom.notify || fd == m->oom.parent) {
+		oom_read(m);
+		return;
+	}
+	if (fd == m->stdin && (events & (EPOLLOUT | EPOLLERR)) != 0 && stdin_flush(m))
+		clients_resume(m);
+	for (int i = 0; i < m->stream_count; i++) {
+		if (m->streams[i].fd == fd && (events & (EPOLLIN | EPOLL_ERRORS)) != 0) {
+			if (clients_full(m))
+				stream_watch(m, &m->streams[i]);
+			else
+				stream_read(m, &m->streams[i]);
+			return;
+		}
+	}
+	for (int i = 0; i < m->client_count; i++) {
+		if (event_data(m->clients[i].fd, m->clients[i].serial) == data) {
+			client_serve(m, &m->clients[i], events);
+			return;
+		}
+	}
+}
+
+void monitor_round(struct monitor *m, const struct epoll_event *events, long n)
+{
+	for (long i = 0; i < n; i++)
+		handle(m, events[i].data, events[i].events);
+	clients_drop_stalled(m);
+	clients_sweep(m);
+	output_pace(m);
+	clients_accept_again(m);
+	freeze_continue(m);
 }
 
 /* ACCEPT_LOOK is the interval, in milliseconds, of checks whether paused accepting may continue. */
@@ -167,63 +184,8 @@ int monitor_run(struct monitor *m)
 			continue;
 		if (failed(n))
 			return 1;
-		for (long i = 0; i < n; i++)
-			handle(m, events[i].data, events[i].events);
-		clients_drop_stalled(m);
-		clients_sweep(m);
-		output_pace(m);
-		clients_accept_again(m);
-		freeze_continue(m);
+		monitor_round(m, events, n);
 	}
 	freeze_cancel(m);
 	return finish(m);
-}
-
-/* take_signals empties the signalfd. */
-static void take_signals(const struct monitor *m)
-{
-	char info[128 * 8]; /* several struct signalfd_siginfo */
-
-	while (sys_read(m->children, info, sizeof(info)) > 0)
-		;
-}
-
-void handle(struct monitor *m, uint64_t data, uint32_t events)
-{
-	const struct params *p = &m->params;
-	int fd = (int)(uint32_t)data;
-
-	if (fd == m->children)
-		take_signals(m);
-	if (fd == p->init || fd == m->children) {
-		reap(m);
-		if (fd == p->init && !m->init_ended)
-			init_unreaped(m);
-		return;
-	}
-	if (fd == p->listen) {
-		client_accept(m);
-		return;
-	}
-	if (fd == m->oom.file || fd == m->oom.notify || fd == m->oom.parent) {
-		oom_read(m);
-		return;
-	}
-	if (fd == m->stdin && (events & (EPOLLOUT | EPOLLERR)) != 0)
-		stdin_flush(m);
-	for (int i = 0; i < m->stream_count; i++) {
-		if (m->streams[i].fd == fd && (events & (EPOLLIN | EPOLL_ERRORS)) != 0) {
-			if (clients_full(m))
-				stream_watch(m, &m->streams[i]);
-			else
-				stream_read(m, &m->streams[i]);
-			return;
-		}
-	}
-	for (int i = 0; i < m->client_count; i++) {
-		if (event_data(m->clients[i].fd, m->clients[i].serial) == data) {
-			client_serve(m, &m->clients[i], events);
-			return;
-		}
-	}
 }

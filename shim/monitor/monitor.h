@@ -15,8 +15,9 @@
  * does nothing takes half a megabyte.
  *
  * It reads foreign bytes from three sources: the container's output, which it only copies
- * (logfmt.c), its clients' frames (client.c), and texts of OCI runtimes and the kernel (finish.c,
- * oom.c, killtree.c). Package shim/monitor/test tests and fuzzes all of them under the sanitizers.
+ * (logfmt.c), its clients' frames (queue.c, client.c), and texts of OCI runtimes and the kernel
+ * (finish.c, oom.c, killtree.c). Package shim/monitor/test tests and fuzzes all of them under the
+ * sanitizers.
  */
 #ifndef MONITOR_H
 #define MONITOR_H
@@ -177,9 +178,7 @@ struct monitor {
 	int64_t init_end; /* unix nanoseconds */
 };
 
-/* frame is the buffer of every read, with space for a header before it. Unused, it takes no
- * memory. */
-extern char frame[HEADER_SIZE + MAX_PAYLOAD];
+/* The functions of each file. A file calls only files that are below it in this list: */
 
 /* loop.c */
 
@@ -187,20 +186,46 @@ extern char frame[HEADER_SIZE + MAX_PAYLOAD];
 long monitor_init(struct monitor *m, const struct params *p);
 /* monitor_run handles events until init has ended, and finishes. It returns the exit code. */
 int monitor_run(struct monitor *m);
-/* handle handles an event. data is the event_data of its descriptor. */
-void handle(struct monitor *m, uint64_t data, uint32_t events);
-/* event_data returns epoll's data for a descriptor: the connection's serial number, 0 for other
- * descriptors, and the descriptor. */
-static inline uint64_t event_data(int fd, uint32_t serial) { return (uint64_t)serial << 32 | (uint32_t)fd; }
-/* watch adds fd to epoll, or changes its events. forget removes it, if it is there. */
-long watch(struct monitor *m, int fd, uint32_t events);
-/* watch_connection is watch for the connection with that serial number. */
-long watch_connection(struct monitor *m, int fd, uint32_t serial, uint32_t events);
-void forget(struct monitor *m, int fd);
-/* set_nonblock returns 0 or -errno. */
-long set_nonblock(int fd);
-/* watch_children makes a descriptor report the end of every child. It returns 0 or -errno. */
-long watch_children(struct monitor *m);
+/* monitor_round handles n events, and then what may be due after any event. */
+void monitor_round(struct monitor *m, const struct epoll_event *events, long n);
+
+/* finish.c */
+
+/* reap reaps children that have ended: init, and orphans. It returns whether others are left. */
+bool reap(struct monitor *m);
+/* init_unreaped handles the end of an init that reap could not reap. */
+void init_unreaped(struct monitor *m);
+/* zombie_status parses the status, as of wait4, from the /proc/PID/stat of a process that has
+ * ended. It returns false if the process has not ended, or for other text. */
+bool zombie_status(struct text stat, int *status);
+/* finish does the work after init's end. It returns the exit code. */
+int finish(struct monitor *m);
+/* exit_status parses "exitStatus": N from the output of a process that waited for the container. */
+bool exit_status(struct text t, int *code);
+
+/* client.c */
+
+/* client_accept accepts one connection. Without a descriptor or memory for it, accepting pauses. */
+void client_accept(struct monitor *m);
+/* clients_accept_again ends that pause when it is due. */
+void clients_accept_again(struct monitor *m);
+void client_serve(struct monitor *m, struct client *c, uint32_t events);
+/* clients_resume continues requests that waited for the container. */
+void clients_resume(struct monitor *m);
+/* clients_sweep removes dead clients. */
+void clients_sweep(struct monitor *m);
+
+/* stdin.c */
+
+void stdin_write(struct monitor *m, const char *data, size_t n);
+/* stdin_flush continues when the container is ready for more input. It returns whether the requests
+ * of clients need not wait any longer. */
+bool stdin_flush(struct monitor *m);
+/* stdin_close closes the container's stdin after the pending input. A terminal stays open: users
+ * end its input by typing. */
+void stdin_close(struct monitor *m);
+/* resize changes the terminal's size. It returns NULL, or the reason of a failure. */
+const char *resize(struct monitor *m, const char *payload, size_t n);
 
 /* output.c */
 
@@ -220,49 +245,21 @@ void log_flush(struct monitor *m);
  * then the old file stays in use and no new one exists. */
 const char *log_reopen(struct monitor *m);
 
-/* logfile.c */
+/* freeze.c */
 
-/* logfile_open opens the log file at path, below dir, for appending. It returns the descriptor,
- * or -1 and the reason. */
-int logfile_open(const char *dir, const char *path, struct line *why);
-
-/* client.c */
-
-/* client_accept accepts one connection. Without a descriptor or memory for it, accepting pauses. */
-void client_accept(struct monitor *m);
-/* clients_accept_again ends that pause when it is due. */
-void clients_accept_again(struct monitor *m);
-void client_serve(struct monitor *m, struct client *c, uint32_t events);
-/* clients_resume continues requests that waited for the container. */
-void clients_resume(struct monitor *m);
-/* clients_sweep removes dead clients. */
-void clients_sweep(struct monitor *m);
-/* broadcast sends a frame of output to all clients that asked for it. */
-void broadcast(struct monitor *m, unsigned char type, const char *data, size_t n);
-/* clients_full returns whether no more output should be read for now. */
-bool clients_full(const struct monitor *m);
-/* clients_drop_stalled disconnects the clients that have blocked the container for too long. */
-void clients_drop_stalled(struct monitor *m);
-/* clients_farewell tells the clients that the container has ended. */
-void clients_farewell(struct monitor *m);
-/* client_answer answers a client's request: success if why is NULL, otherwise the reason of a
+/* freeze begins to freeze the cgroup that a client's request names. It returns NULL, or the reason
+ * of a failure. The answer to the client follows when the cgroup is frozen. */
+const char *freeze_begin(struct monitor *m, struct client *c, const char *payload, size_t n);
+/* freeze_end thaws the cgroup that the client has frozen. It returns NULL, or the reason of a
  * failure. */
-void client_answer(struct monitor *m, struct client *c, const char *why);
-/* frame_header writes the header of a frame with n bytes of payload. */
-void frame_header(char *to, unsigned char type, size_t n);
-
-/* stdin.c */
-
-/* stdin_must_wait returns whether the container has not read earlier input yet. */
-static inline bool stdin_must_wait(const struct monitor *m) { return m->pending.len > 0; }
-void stdin_write(struct monitor *m, const char *data, size_t n);
-/* stdin_flush continues when the container is ready for more input. */
-void stdin_flush(struct monitor *m);
-/* stdin_close closes the container's stdin after the pending input. A terminal stays open: users
- * end its input by typing. */
-void stdin_close(struct monitor *m);
-/* resize changes the terminal's size. It returns NULL, or the reason of a failure. */
-const char *resize(struct monitor *m, const char *payload, size_t n);
+const char *freeze_end(struct monitor *m, const struct client *c);
+/* freeze_continue answers the client when the cgroup is frozen, thaws the cgroup when its time is
+ * over, and repeats earlier thaws. */
+void freeze_continue(struct monitor *m);
+/* freeze_pause returns the time until freeze_continue has work, in milliseconds, -1: none. */
+int freeze_pause(const struct monitor *m);
+/* freeze_cancel thaws a frozen cgroup because the container has ended. */
+void freeze_cancel(struct monitor *m);
 
 /* oom.c */
 
@@ -273,19 +270,57 @@ void oom_read(struct monitor *m);
  * Linux 4.13). */
 bool oom_kills(struct text data, uint64_t *kills);
 
-/* finish.c */
+/* queue.c */
 
-/* reap reaps children that have ended: init, and orphans. It returns whether others are left. */
-bool reap(struct monitor *m);
-/* init_unreaped handles the end of an init that reap could not reap. */
-void init_unreaped(struct monitor *m);
-/* zombie_status parses the status, as of wait4, from the /proc/PID/stat of a process that has
- * ended. It returns false if the process has not ended, or for other text. */
-bool zombie_status(struct text stat, int *status);
-/* finish does the work after init's end. It returns the exit code. */
-int finish(struct monitor *m);
-/* exit_status parses "exitStatus": N from the output of a process that waited for the container. */
-bool exit_status(struct text t, int *code);
+/* frame_header writes the header of a frame with n bytes of payload. */
+void frame_header(char *to, unsigned char type, size_t n);
+/* frame_next returns the length of the first frame of in, 0 if it is incomplete, -1 if it is too
+ * long. */
+long frame_next(const struct buffer *in);
+/* stdin_must_wait returns whether the container has not read earlier input yet. */
+static inline bool stdin_must_wait(const struct monitor *m) { return m->pending.len > 0; }
+/* client_waits returns whether the client's next request is complete but has to wait. */
+bool client_waits(const struct monitor *m, const struct client *c);
+/* client_watch waits for input unless a request is waiting, and for space in the socket if output
+ * is queued. */
+void client_watch(struct monitor *m, struct client *c);
+/* client_lost marks a client that cannot be sent to. Its earlier requests still count. */
+void client_lost(struct client *c);
+/* client_drop disconnects a client that misses output from now on. */
+void client_drop(struct client *c, const char *why);
+/* client_send_queue sends as much of the queue as the socket takes. */
+void client_send_queue(struct client *c);
+/* client_answer answers a client's request: success if why is NULL, otherwise the reason of a
+ * failure. */
+void client_answer(struct monitor *m, struct client *c, const char *why);
+/* client_reply sends a client an answer, of which it cuts off what is too long. */
+void client_reply(struct monitor *m, struct client *c, unsigned char type, const char *payload, size_t n);
+/* broadcast sends a frame of output to all clients that asked for it. */
+void broadcast(struct monitor *m, unsigned char type, const char *data, size_t n);
+/* clients_full returns whether no more output should be read for now. */
+bool clients_full(const struct monitor *m);
+/* clients_drop_stalled disconnects the clients that have blocked the container for too long. */
+void clients_drop_stalled(struct monitor *m);
+/* clients_farewell tells the clients that the container has ended. */
+void clients_farewell(struct monitor *m);
+
+/* events.c */
+
+/* frame is the buffer of every read, with space for a header before it. Unused, it takes no
+ * memory. */
+extern char frame[HEADER_SIZE + MAX_PAYLOAD];
+/* event_data returns epoll's data for a descriptor: the connection's serial number, 0 for other
+ * descriptors, and the descriptor. */
+static inline uint64_t event_data(int fd, uint32_t serial) { return (uint64_t)serial << 32 | (uint32_t)fd; }
+/* watch adds fd to epoll, or changes its events. forget removes it, if it is there. */
+long watch(struct monitor *m, int fd, uint32_t events);
+/* watch_connection is watch for the connection with that serial number. */
+long watch_connection(struct monitor *m, int fd, uint32_t serial, uint32_t events);
+void forget(struct monitor *m, int fd);
+/* set_nonblock returns 0 or -errno. */
+long set_nonblock(int fd);
+/* watch_children makes a descriptor report the end of every child. It returns 0 or -errno. */
+long watch_children(struct monitor *m);
 
 /* record.c */
 
@@ -303,21 +338,11 @@ void exit_record_encode(struct line *l, const struct exit_record *r);
  * returns 0 or -errno. */
 long exit_record_write(const char *dir, const struct exit_record *r);
 
-/* freeze.c */
+/* logfile.c */
 
-/* freeze begins to freeze the cgroup that a client's request names. It returns NULL, or the reason
- * of a failure. The answer to the client follows when the cgroup is frozen. */
-const char *freeze_begin(struct monitor *m, struct client *c, const char *payload, size_t n);
-/* freeze_end thaws the cgroup that the client has frozen. It returns NULL, or the reason of a
- * failure. */
-const char *freeze_end(struct monitor *m, const struct client *c);
-/* freeze_continue answers the client when the cgroup is frozen, thaws the cgroup when its time is
- * over, and repeats earlier thaws. */
-void freeze_continue(struct monitor *m);
-/* freeze_pause returns the time until freeze_continue has work, in milliseconds, -1: none. */
-int freeze_pause(const struct monitor *m);
-/* freeze_cancel thaws a frozen cgroup because the container has ended. */
-void freeze_cancel(struct monitor *m);
+/* logfile_open opens the log file at path, below dir, for appending. It returns the descriptor,
+ * or -1 and the reason. */
+int logfile_open(const char *dir, const char *path, struct line *why);
 
 /* killtree.c */
 

@@ -9,7 +9,7 @@ static struct monitor monitor;
 /*
  * ignore_signals ignores signals that end or stop a process, except SIGKILL, SIGSTOP and signals
  * about faults. Stopping the daemon's service or closing a terminal must not affect a container.
- * The launcher ignored the same signals. SIGCHLD is blocked; a signalfd reports it (loop.c).
+ * The launcher ignored the same signals. SIGCHLD is blocked; a signalfd reports it (events.c).
  */
 static void ignore_signals(void)
 {

@@ -65,20 +65,20 @@ void stdin_write(struct monitor *m, const char *data, size_t n)
 	watch_stdin(m);
 }
 
-void stdin_flush(struct monitor *m)
+bool stdin_flush(struct monitor *m)
 {
 	size_t done;
 
 	if (m->stdin < 0)
-		return;
+		return false;
 	done = write_input(m, buffer_at(&m->pending), m->pending.len);
 	buffer_drop(&m->pending, done);
 	if (m->pending.len > 0)
-		return;
+		return false;
 	if (m->stdin_closing)
 		shut(m);
 	watch_stdin(m);
-	clients_resume(m);
+	return true;
 }
 
 void stdin_close(struct monitor *m)

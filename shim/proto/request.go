@@ -31,7 +31,7 @@ const (
 )
 
 // SlackEnv is set in a launcher's environment. C code reads it before Go's runtime starts (package
-// shim/launcher/sysmon).
+// shim/launcher/slack.c).
 const SlackEnv = "BERTH_TIMER_SLACK"
 
 // LauncherCommand is the first argument of berth-shim in a launcher.

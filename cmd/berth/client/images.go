@@ -16,6 +16,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/image"
+	"berth/image/lazy"
 	"berth/server/admin"
 )
 
@@ -38,7 +39,7 @@ func ImageOf(img *runtimeapi.Image) Image {
 		ID: img.GetId(), Tags: append([]string{}, img.GetRepoTags()...),
 		Digests: append([]string{}, img.GetRepoDigests()...), Size: img.GetSize(), Pinned: img.GetPinned(),
 		ArtifactType: img.GetSpec().GetAnnotations()[image.ArtifactType],
-		Fetched:      img.GetSpec().GetAnnotations()[image.FetchedAnnotation],
+		Fetched:      img.GetSpec().GetAnnotations()[lazy.FetchedAnnotation],
 	}
 }
 

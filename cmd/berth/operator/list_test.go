@@ -9,7 +9,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cmd/berth/client/clienttest"
-	"berth/image"
+	"berth/image/lazy"
 )
 
 func TestListOptions(t *testing.T) {
@@ -40,7 +40,7 @@ func TestListOptions(t *testing.T) {
 func TestIncompleteImage(t *testing.T) {
 	c := newConsole(t, &clienttest.Server{})
 	c.Registry = map[string]*runtimeapi.Image{"r.test/b:1": {Id: "sha256:" + strings.Repeat("ab", 32), Size: 5,
-		RepoTags: []string{"r.test/b:1"}, Spec: &runtimeapi.ImageSpec{Annotations: map[string]string{image.FetchedAnnotation: "37 %"}}}}
+		RepoTags: []string{"r.test/b:1"}, Spec: &runtimeapi.ImageSpec{Annotations: map[string]string{lazy.FetchedAnnotation: "37 %"}}}}
 	c.must("pull", "--quiet", "r.test/b:1")
 	if got := c.must("images"); !strings.Contains(got, "5 B (37 % fetched)") {
 		t.Errorf("%q", got)

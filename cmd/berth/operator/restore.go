@@ -17,7 +17,7 @@ import (
 	"github.com/spf13/cobra"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
 	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
 	"berth/cmd/berth/podrun"

@@ -11,7 +11,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
 	"berth/cmd/berth/podrun"
 	"berth/cmd/berth/podyaml"
 )

@@ -13,7 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint/archive"
+	"berth/checkpoint/process/archive"
 	"berth/cmd/berth/podrun"
 	"berth/cmd/berth/podyaml"
 	"berth/internal/errdefs"

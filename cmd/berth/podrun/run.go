@@ -83,7 +83,8 @@ type podRun struct {
 	waits   sync.WaitGroup  // goroutines that follow containers
 	ended   []chan struct{} // closed by these goroutines
 
-	mu     sync.Mutex // guards failed
+	mu sync.Mutex
+	// +checklocks:mu
 	failed *ContainerFailed
 }
 
@@ -323,7 +324,8 @@ func (r *podRun) follow(c podyaml.Container, id string) {
 
 // firstError keeps the first error that is not nil.
 type firstError struct {
-	mu  sync.Mutex // guards err
+	mu sync.Mutex
+	// +checklocks:mu
 	err error
 }
 

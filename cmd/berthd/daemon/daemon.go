@@ -38,6 +38,7 @@ import (
 	"berth/image"
 	"berth/image/governor"
 	"berth/image/layer"
+	"berth/image/pull"
 	"berth/image/unpack"
 	"berth/image/unpack/process"
 	"berth/internal/cleanup"
@@ -97,11 +98,11 @@ func serve(ctx context.Context, cfg *config.Config, reload *reloader, names *san
 	if err != nil {
 		return err
 	}
-	a.serveCadvisor(on.cadvisor, p.pods, p.images)
+	a.serveCadvisor(on.cadvisor, p.pods, images{p.images.Store(), p.images})
 	a.openPeers(p.images)
 	preload := func(ctx context.Context) { p.images.Preload(ctx, cfg.PreloadDirs) }
 	a.closing.Add("stop loading images", whileServing(preload))
-	a.metrics.Watch(p.pods, p.images, a.waits, a.cfg.Root)
+	a.metrics.Watch(p.pods, p.images.Store(), a.waits, a.cfg.Root)
 	srv := a.newServer(n, p, reload.settings)
 	reload.use(p, a)
 	a.closing.Add("stop reloading", whileServing(reload.run))
@@ -130,7 +131,7 @@ func (a *assembly) openSockets() (on sockets, err error) {
 
 // parts are the parts of the daemon that its services use.
 type parts struct {
-	images   *image.Store
+	images   *pull.Puller
 	network  *cni.Network
 	tracing  server.Tracing
 	plugins  *nri.Plugins // nil: NRI is off
@@ -171,7 +172,7 @@ func (a *assembly) newServer(n *node.Node, p parts, settings func() any) *server
 	cfg.Changing = trimmer.Changing
 	cfg.Observer = a.metrics
 	cfg.Names = a.names.Of
-	return server.New(cfg, p.pods, p.images, a.log)
+	return server.New(cfg, p.pods, images{p.images.Store(), p.images}, a.log)
 }
 
 // assembly has the parts of the daemon that are open. closing closes them in reverse order, within
@@ -231,7 +232,7 @@ func whileServing(run func(context.Context)) (stop func() error) {
 }
 
 // openImages opens the image store and the program that unpacks layers.
-func (a *assembly) openImages(ctx context.Context, n *node.Node, budget memory.Budget) (*image.Store, error) {
+func (a *assembly) openImages(ctx context.Context, n *node.Node, budget memory.Budget) (*pull.Puller, error) {
 	unpacker, err := process.Open(n.Unpack, a.cfg.StallTimeout.Duration, a.log)
 	if err != nil {
 		return nil, err
@@ -244,7 +245,7 @@ func (a *assembly) openImages(ctx context.Context, n *node.Node, budget memory.B
 	if imageCfg.Lazy, err = a.lazyConfig(budget); err != nil {
 		return nil, err
 	}
-	images, err := image.Open(ctx, imageCfg, a.log)
+	images, err := pull.Open(ctx, imageCfg, a.log)
 	if err != nil {
 		return nil, err
 	}
@@ -275,9 +276,6 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 		return nil, err
 	}
 	a.closing.Add("close network", a.shutdown.closer(func() error { network.Close(); return nil }))
-	if isOwn {
-		a.closing.Add("stop watching nftables", whileServing(func(ctx context.Context) { watchOwnNetwork(ctx, own, a.log) }))
-	}
 	return network, nil
 }
 
@@ -315,31 +313,24 @@ func (a *assembly) retireOwnNetwork() (ran func(plugin, verb string, took time.D
 	}
 }
 
-// watchOwnNetwork restores the rules of the built-in network when other programs delete them, until
-// ctx ends.
-func watchOwnNetwork(ctx context.Context, own *berthnet.Plugin, log *slog.Logger) {
-	if err := own.Watch(ctx); err != nil {
-		log.Warn("cannot watch nftables: deleted rules of the built-in network are restored only by Status calls",
-			"error", err)
-	}
-}
-
 // openPods restores all pods and containers, and then deletes layers that none of them needs.
-func (a *assembly) openPods(ctx context.Context, n *node.Node, images *image.Store,
+func (a *assembly) openPods(ctx context.Context, n *node.Node, puller *pull.Puller,
 	network *cni.Network, plugins *nri.Plugins) (*sandbox.Manager, error) {
 	cfg := sandboxConfig(a.cfg, n, a.waits, a.log)
 	cfg.Names = a.names
-	cfg.Observer, cfg.Unpacker, cfg.LayersLost = a.metrics, a.unpacker, images.LayersLost()
+	cfg.Observer, cfg.Unpacker, cfg.LayersLost = a.metrics, a.unpacker, puller.Store().Lazy().Lost()
 	if plugins != nil { // else the interface must be nil, too
 		cfg.Plugins = plugins
 	}
+	cfg.PullPause = func(ctx context.Context, ref string) (*image.Image, error) { return puller.Pull(ctx, ref, nil) }
+	images := puller.Store()
 	pods, err := sandbox.Open(ctx, cfg, images, network)
 	if err != nil {
 		return nil, err
 	}
 	a.closing.Add("close sandboxes", a.shutdown.within(pods.Close))
 	a.pods.Store(pods)
-	images.OnDistrust(pods.KillOnLayer)
+	images.OnWrongFiles(pods.KillOnLayer)
 	if err := images.CollectGarbage(ctx); err != nil { // unused layers do no harm
 		a.log.Error("collect unused layers, which stay until the next deletion", "error", err)
 	}
@@ -371,12 +362,12 @@ func (a *assembly) listenForCadvisor() (net.Listener, error) {
 }
 
 // serveCadvisor serves cAdvisor on l until the daemon ends.
-func (a *assembly) serveCadvisor(l net.Listener, pods *sandbox.Manager, images *image.Store) {
+func (a *assembly) serveCadvisor(l net.Listener, pods *sandbox.Manager, from images) {
 	if l == nil {
 		return
 	}
 	cfg := server.CadvisorConfig{Version: version.Get(), PauseImage: a.cfg.PauseImage}
-	srv := server.NewCadvisor(cfg, pods, images, a.log)
+	srv := server.NewCadvisor(cfg, pods, from, a.log)
 	stop := whileServing(func(context.Context) {
 		if err := srv.Serve(l); err != nil {
 			a.log.Error("cAdvisor socket failed, restart berth to serve it again", "error", err)
@@ -476,8 +467,8 @@ func ignoreClosed(err error) error {
 	return err
 }
 
-func imageConfig(cfg *config.Config, u *process.Program, budget memory.Budget, waits *task.Waits) image.Config {
-	return image.Config{
+func imageConfig(cfg *config.Config, u *process.Program, budget memory.Budget, waits *task.Waits) pull.Config {
+	return pull.Config{
 		Root:        filepath.Join(cfg.Root, "images"),
 		Unpack:      u.Unpack,
 		Pack:        u.Pack,
@@ -595,3 +586,9 @@ func serverConfig(settings func() any, n *node.Node, network *cni.Network, sessi
 // restTime is the time without changes after which the daemon releases unused memory. It is long
 // enough that successive requests still find warm caches and pages.
 const restTime = 3 * time.Second
+
+// images are the store and what pulls into it, for the server.
+type images struct {
+	*image.Store
+	*pull.Puller
+}

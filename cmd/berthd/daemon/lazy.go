@@ -6,8 +6,8 @@ import (
 
 	"berth/cmd/berthd/memory"
 	"berth/cmd/config"
-	"berth/image"
 	"berth/image/lazy"
+	"berth/image/lazy/fill"
 	blobindex "berth/image/lazy/index"
 	"berth/image/lazy/indexes"
 	"berth/sandbox/state"
@@ -16,7 +16,7 @@ import (
 
 // lazyConfig returns the options of layers that are used before they are complete. It takes the
 // events of these layers from the monitors that have kept them for the next daemon.
-func (a *assembly) lazyConfig(budget memory.Budget) (image.LazyConfig, error) {
+func (a *assembly) lazyConfig(budget memory.Budget) (lazy.Config, error) {
 	dirs := state.Dirs{Root: a.cfg.Root, State: a.cfg.State}
 	kept, err := shim.KeptFiles(dirs.Shim(""), isFanotify)
 	if err != nil { // without files it is as if the processes had died
@@ -24,14 +24,14 @@ func (a *assembly) lazyConfig(budget memory.Budget) (image.LazyConfig, error) {
 	}
 	// The directory is empty. It exists before the first layer does: see state.Dirs.Prepare.
 	root := dirs.EmptyLayer()
-	return image.LazyConfig{
+	return lazy.Config{
 		Policy:   a.cfg.LazyPolicy,
 		MinBytes: int64(a.cfg.LazyMinBytes),
 		MinTime:  a.cfg.LazyMinTime.Duration,
 		Stall:    a.cfg.LazyStall.Duration,
 		Memory:   budget.LazyMemory(int64(a.cfg.LazyMemory)),
 		Kept:     kept,
-		Inflate: func(kind blobindex.Compression, tarSize int64) (lazy.Inflater, error) {
+		Inflate: func(kind blobindex.Compression, tarSize int64) (fill.Inflater, error) {
 			return a.unpacker.Inflate(root, kind, tarSize)
 		},
 	}, nil
@@ -45,7 +45,7 @@ func isFanotify(f *os.File) bool {
 
 // indexBytes returns the limit of all indexes of blobs.
 func indexBytes(cfg *config.Config) int64 {
-	if cfg.IndexBytes == 0 && cfg.LazyPolicy != image.LazyOff {
+	if cfg.IndexBytes == 0 && cfg.LazyPolicy != lazy.Off {
 		return indexes.DefaultMaxBytes
 	}
 	return int64(cfg.IndexBytes)

@@ -6,8 +6,8 @@ import (
 	"time"
 
 	"berth/cmd/config"
-	"berth/image"
 	"berth/image/peers"
+	"berth/image/pull"
 )
 
 // peersRetry is the time between attempts to begin the exchange of layers.
@@ -31,7 +31,7 @@ func checkPeers(cfg *config.Config) error {
 }
 
 // openPeers exchanges layers with other nodes, if the configuration says so.
-func (a *assembly) openPeers(images *image.Store) {
+func (a *assembly) openPeers(images *pull.Puller) {
 	if a.cfg.PeersListen == "" {
 		return
 	}

@@ -24,10 +24,6 @@ func (noLayers) OpenShared(context.Context, peers.Key) (peers.Tar, error) {
 }
 func (noLayers) HasShared(peers.Key) bool  { return false }
 func (noLayers) SharedLayers() []peers.Key { return nil }
-func (noLayers) HasIndex(peers.Key) bool   { return false }
-func (noLayers) OpenIndex(context.Context, peers.Key) (peers.Tar, error) {
-	panic("no index is shared")
-}
 
 // An exchange that cannot begin is logged once and begins later.
 func TestExchangeBeginsLater(t *testing.T) {

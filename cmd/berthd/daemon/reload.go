@@ -54,7 +54,7 @@ func newReloader(cfg *config.Config, load func() (*config.Config, []string, erro
 
 // use sets the parts that take new options.
 func (r *reloader) use(p parts, a *assembly) {
-	r.images, r.network, r.pods, r.plugins = p.images, p.network, p.pods, p.plugins
+	r.images, r.network, r.pods, r.plugins = p.images.Store(), p.network, p.pods, p.plugins
 	r.servers, r.reloaded = a.servers, a.metrics.Reloaded
 }
 

@@ -98,7 +98,7 @@ type tlsFiles struct {
 // current returns the configuration for a connection.
 func (f *tlsFiles) current() *tls.Config {
 	if f.mu.TryLock() {
-		defer f.mu.Unlock()
+		defer f.mu.Unlock() // +checklocksignore: it does not know TryLock
 		if now := f.now(); now.Sub(f.looked) >= tlsPeriod {
 			if err := f.refresh(now); err != nil {
 				f.log.Warn("cannot use the streaming server's new certificates, keeping the old ones", "error", err)

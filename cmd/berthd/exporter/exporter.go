@@ -19,7 +19,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"google.golang.org/grpc/codes"
 
-	"berth/image"
+	"berth/image/pull"
 	"berth/internal/errdefs"
 	"berth/internal/trace"
 	"berth/sandbox/state"
@@ -126,7 +126,7 @@ func (e *Exporter) addContainers() {
 		"Exits of containers by reason. OOMKilled: the kernel killed the container for lack of memory. "+
 			"ShimLost: the container's shim was killed, so the exit code is unknown. "+
 			"StartError: the container's command could not be started. "+
-			"WrongFiles: another node had sent a wrong index of a layer.", "reason")
+			"WrongFiles: the table of contents of a layer was wrong, or was not proven.", "reason")
 	for _, reason := range exitReasons {
 		e.exits.WithLabelValues(reason)
 	}
@@ -191,15 +191,15 @@ func (e *Exporter) Traced(method string, spans []trace.Part) {
 	}
 }
 
-// Received implements image.Observer.
+// Received implements pull.Observer.
 func (e *Exporter) Received(registry string, bytes int) {
 	e.pullBytes.WithLabelValues(e.registries.value(registry)).Add(float64(bytes))
 }
 
-// Slowed implements image.Observer.
+// Slowed implements pull.Observer.
 func (e *Exporter) Slowed(waited time.Duration) { e.pullSlowed.Add(waited.Seconds()) }
 
-// ReadWaited implements image.Observer.
+// ReadWaited implements pull.Observer.
 func (e *Exporter) ReadWaited(waited time.Duration) {
 	e.readWaits.WithLabelValues().Observe(waited.Seconds())
 }
@@ -212,8 +212,8 @@ func (e *Exporter) PeerReceived(bytes int) {
 // PeerSent implements peers.Observer.
 func (e *Exporter) PeerSent(bytes int) { e.peerBytes.WithLabelValues("sent").Add(float64(bytes)) }
 
-// Pulled implements image.Observer.
-func (e *Exporter) Pulled(registry string, result image.PullResult) {
+// Pulled implements pull.Observer.
+func (e *Exporter) Pulled(registry string, result pull.Result) {
 	registry = e.registries.value(registry)
 	outcome := "pulled"
 	switch {

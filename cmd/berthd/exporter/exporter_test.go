@@ -22,6 +22,8 @@ import (
 
 	"berth/cmd/config"
 	"berth/image"
+	"berth/image/lazy"
+	"berth/image/pull"
 	"berth/internal/errdefs"
 	"berth/internal/task"
 	"berth/internal/trace"
@@ -40,7 +42,7 @@ func (fakeNode) RuntimeStatus() error                { return nil }
 func (fakeNode) NetworkStatus(context.Context) error { return errors.New("no network") }
 func (fakeNode) Unreleased() int                     { return 3 }
 func (fakeNode) List() []*image.Image                { return make([]*image.Image, 1) }
-func (fakeNode) LazyStats() image.LazyStats          { return image.LazyStats{Layers: 1} }
+func (fakeNode) LazyStats() lazy.Stats               { return lazy.Stats{Layers: 1} }
 func (fakeNode) Usage(context.Context) (image.Usage, error) {
 	return image.Usage{Bytes: 7, Inodes: 3}, nil
 }
@@ -121,9 +123,9 @@ func TestEventsAreCounted(t *testing.T) {
 	e := newWatching()
 	e.Answered("RunPodSandbox", false, codes.OK, 3*time.Millisecond)
 	e.Answered("GetContainerEvents", true, codes.Canceled, time.Hour)
-	e.Pulled("docker.io", image.PullResult{Took: time.Second, Present: 2, Downloaded: 3})
-	e.Pulled("docker.io", image.PullResult{Unchanged: true})
-	e.Pulled("", image.PullResult{Err: errors.New("invalid reference")})
+	e.Pulled("docker.io", pull.Result{Took: time.Second, Present: 2, Downloaded: 3})
+	e.Pulled("docker.io", pull.Result{Unchanged: true})
+	e.Pulled("", pull.Result{Err: errors.New("invalid reference")})
 	e.Received("docker.io", 1000)
 	e.Slowed(1500 * time.Millisecond)
 	e.ReadWaited(70 * time.Millisecond)

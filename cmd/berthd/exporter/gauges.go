@@ -8,6 +8,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/image"
+	"berth/image/lazy"
 	"berth/internal/task"
 	"berth/sandbox/state"
 	"berth/shim"
@@ -30,7 +31,7 @@ type Sandboxes interface {
 type Images interface {
 	List() []*image.Image
 	Usage(ctx context.Context) (image.Usage, error)
-	LazyStats() image.LazyStats
+	LazyStats() lazy.Stats
 }
 
 // state reads the daemon's state during a scrape.

@@ -60,7 +60,8 @@ const maxValue = 128
 type limited struct {
 	limit int
 
-	mu   sync.RWMutex // guards seen
+	mu sync.RWMutex
+	// +checklocks:mu
 	seen map[string]bool
 }
 

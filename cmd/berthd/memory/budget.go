@@ -9,9 +9,9 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/image"
 	"berth/image/erofs"
 	"berth/image/registry"
+	"berth/image/unpack/budget"
 )
 
 // Budget is the memory, in bytes, that pulls may use: the daemon's heap and the processes that
@@ -69,12 +69,12 @@ func SetLimit(log *slog.Logger) Budget {
 }
 
 // Unpackers returns how many layers may be unpacked at a time. Each takes one process in the
-// daemon's cgroup. 0 selects the default of package image.
+// daemon's cgroup. 0 selects the default of package budget.
 func (b Budget) Unpackers() int {
 	if b == 0 {
 		return 0
 	}
-	return int(min(image.DefaultUnpacking, max(1, (1-ownShare)*float64(b)/unpackerShare)))
+	return int(min(budget.DefaultSlots, max(1, (1-ownShare)*float64(b)/unpackerShare)))
 }
 
 // RangeRequests returns how many parts of layers may be fetched ahead at a time, at most limit. The
@@ -106,5 +106,5 @@ func (b Budget) MergeMemory() int64 {
 }
 
 // WorkMemory returns how many bytes all berth-unpack processes together may keep live. 0 selects
-// the default of package image.
+// the default of package budget.
 func (b Budget) WorkMemory() int64 { return int64(workShare * (1 - ownShare) * float64(b)) }

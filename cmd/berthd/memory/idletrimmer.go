@@ -13,7 +13,8 @@ type IdleTrimmer struct {
 	stop    chan struct{}
 	stopped chan struct{}
 
-	mu     sync.Mutex // guards active
+	mu sync.Mutex
+	// +checklocks:mu
 	active map[*change]struct{}
 }
 

@@ -13,6 +13,7 @@ import (
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"math"
 	"net/netip"
 	"path/filepath"
@@ -42,12 +43,11 @@ const (
 // CapabilityRanges is the capability for ranges of addresses.
 const CapabilityRanges = "ipRanges"
 
-// Kinds of isolation.
-const (
-	IsolatePods    = "pods"    // pods of the network cannot reach each other or each other's host ports
-	IsolateIngress = "ingress" // from other nodes only host ports of pods are reachable
-	IsolateNode    = "node"    // pods cannot reach the node's own addresses, except by ICMP
-)
+// removed are keys that Parse refuses, and what to do instead. Earlier versions had them.
+var removed = map[string]string{
+	"checkSource": "remove it, and drop NET_RAW from pods, or use a network plugin that checks source addresses",
+	"isolation":   "remove it, and block traffic by nftables rules of your own or by a network plugin with NetworkPolicy",
+}
 
 // Net is the configuration of a network with the runtime's arguments for one attachment.
 type Net struct {
@@ -62,11 +62,8 @@ type Net struct {
 	Masquerade   *bool          `json:"masquerade,omitempty"`
 	NoMasquerade []netip.Prefix `json:"noMasquerade,omitempty"` // destinations without masquerading
 	// let the bridge send a packet back through its port; default true
-	Hairpin *bool `json:"hairpin,omitempty"`
-	// restrict pods to their own source addresses; default true
-	CheckSource *bool    `json:"checkSource,omitempty"`
-	Isolation   []string `json:"isolation,omitempty"` // kinds of isolation, see the constants
-	DataDir     string   `json:"dataDir,omitempty"`   // of addresses, with a subdirectory per network
+	Hairpin *bool  `json:"hairpin,omitempty"`
+	DataDir string `json:"dataDir,omitempty"` // of addresses, with a subdirectory per network
 
 	Runtime struct {
 		PortMappings []PortMapping `json:"portMappings,omitempty"`
@@ -132,12 +129,28 @@ func Parse(data []byte) (*Net, error) {
 	if err := json.Unmarshal(data, n); err != nil {
 		return nil, types.NewError(types.ErrDecodingFailure, "configuration of berth-net cannot be decoded", err.Error())
 	}
-	for _, step := range []func() error{n.names, n.numbers, n.routes, n.isolation, n.ranges, n.ports} {
+	refuse := func() error { return refuseRemoved(data) }
+	for _, step := range []func() error{refuse, n.names, n.numbers, n.routes, n.ranges, n.ports} {
 		if err := step(); err != nil {
 			return nil, types.NewError(types.ErrInvalidNetworkConfig, "invalid configuration of berth-net", err.Error())
 		}
 	}
 	return n, nil
+}
+
+func refuseRemoved(data []byte) error {
+	var keys map[string]json.RawMessage
+	if err := json.Unmarshal(data, &keys); err != nil {
+		return err
+	}
+	for _, key := range slices.Sorted(maps.Keys(removed)) {
+		for stated := range keys {
+			if strings.EqualFold(stated, key) { // as package json compares them
+				return fmt.Errorf("%s is no longer a key: %s", stated, removed[key])
+			}
+		}
+	}
+	return nil
 }
 
 // ParseNames decodes only the names and directories, for DEL. ADD creates nothing with a
@@ -250,26 +263,11 @@ func (n *Net) routes() error {
 	return nil
 }
 
-func (n *Net) isolation() error {
-	for _, kind := range n.Isolation {
-		if kind != IsolatePods && kind != IsolateIngress && kind != IsolateNode {
-			return fmt.Errorf("isolation: %q is neither %q, %q nor %q", kind, IsolatePods, IsolateIngress, IsolateNode)
-		}
-	}
-	return nil
-}
-
-// Isolates reports whether a kind of isolation is configured.
-func (n *Net) Isolates(kind string) bool { return slices.Contains(n.Isolation, kind) }
-
 // Masquerades returns Masquerade or its default.
 func (n *Net) Masquerades() bool { return n.Masquerade == nil || *n.Masquerade }
 
 // Hairpins returns Hairpin or its default.
 func (n *Net) Hairpins() bool { return n.Hairpin == nil || *n.Hairpin }
-
-// ChecksSource returns CheckSource or its default.
-func (n *Net) ChecksSource() bool { return n.CheckSource == nil || *n.CheckSource }
 
 // Dir returns the directory of the network's addresses.
 func (n *Net) Dir() string { return filepath.Join(n.DataDir, n.Name) }

@@ -19,8 +19,8 @@ func TestDefaults(t *testing.T) {
 	t.Parallel()
 	n, err := parse(`, "subnets": ["10.85.1.7/16", "fd00:85::/64"]`)
 	testutil.Must(t, err)
-	got := strings.TrimSpace(fmt.Sprintln(n.Bridge, n.MTU, n.Masquerades(), n.Hairpins(), n.Dir(), n.Ranges, n.Ports, n.Isolates(IsolatePods)))
-	want := `berth0 0 true true /var/lib/cni/berth-net/n [{10.85.0.0/16 10.85.0.1 10.85.255.254 10.85.0.1} {fd00:85::/64 fd00:85::1 fd00:85::ffff:ffff:ffff:ffff fd00:85::1}] [] false`
+	got := strings.TrimSpace(fmt.Sprintln(n.Bridge, n.MTU, n.Masquerades(), n.Hairpins(), n.Dir(), n.Ranges, n.Ports))
+	want := `berth0 0 true true /var/lib/cni/berth-net/n [{10.85.0.0/16 10.85.0.1 10.85.255.254 10.85.0.1} {fd00:85::/64 fd00:85::1 fd00:85::ffff:ffff:ffff:ffff fd00:85::1}] []`
 	if got != want {
 		t.Errorf("defaults are\n%s\nwant\n%s", got, want)
 	}
@@ -29,7 +29,7 @@ func TestDefaults(t *testing.T) {
 // The runtime's ranges replace the configured ones.
 func TestRuntimeRangesReplaceSubnets(t *testing.T) {
 	t.Parallel()
-	n, err := parse(`, "subnets": ["10.85.0.0/16"], "masquerade": false, "hairpin": false, "isolation": ["pods", "node"], "runtimeConfig": {
+	n, err := parse(`, "subnets": ["10.85.0.0/16"], "masquerade": false, "hairpin": false, "runtimeConfig": {
 		"ipRanges": [[{"subnet": "10.1.2.0/24", "rangeStart": "10.1.2.10", "rangeEnd": "10.1.2.20", "gateway": "10.1.2.254"}]],
 		"portMappings": [{"hostPort": 80, "containerPort": 8080, "protocol": "TCP", "hostIP": "::ffff:192.0.2.1"}, {"hostPort": 0, "containerPort": 1}, {"hostPort": 9, "containerPort": 9, "hostIP": "::1"}, {"hostPort": 53, "containerPort": 53, "protocol": "udp"}]}`)
 	testutil.Must(t, err)
@@ -39,7 +39,7 @@ func TestRuntimeRangesReplaceSubnets(t *testing.T) {
 	if got := fmt.Sprint(n.Ports); got != "[{6 192.0.2.1 80 8080} {17 invalid IP 53 53}]" {
 		t.Errorf("ports are %s", got)
 	}
-	if n.Masquerades() || n.Hairpins() || !n.Isolates(IsolatePods) || n.Isolates(IsolateIngress) {
+	if n.Masquerades() || n.Hairpins() {
 		t.Errorf("options are %+v", n)
 	}
 }
@@ -97,7 +97,9 @@ func TestInvalidConfigurationIsRefused(t *testing.T) {
 		`, "mtu": 100`:                                "mtu: 100",
 		`, "mtu": -1`:                                 "mtu: -1",
 		`, "dataDir": "relative"`:                     "not an absolute path",
-		`, "isolation": ["all"]`:                      `isolation: "all"`,
+		`, "isolation": ["pods"]`:                     `isolation is no longer a key: remove it, and`,
+		`, "checkSource": false`:                      `checkSource is no longer a key: remove it, and`,
+		`, "Isolation": []`:                           `Isolation is no longer a key`,
 		`, "routes": [{}]`:                            "no destination",
 		`, "subnets": ["10.0.0.0/31"]`:                "no room",
 		`, "subnets": ["fd00::/127"]`:                 "no room",
@@ -140,7 +142,7 @@ func TestInvalidConfigurationIsRefused(t *testing.T) {
 
 // FuzzParse checks that the kernel accepts each configuration that Parse accepts.
 func FuzzParse(f *testing.F) {
-	f.Add([]byte(`{"cniVersion": "1.1.0", "name": "n", "bridge": "b", "subnets": ["10.0.0.0/24", "fd00::/64"], "isolation": ["pods"], "routes": [{"dst": "::/0"}]}`))
+	f.Add([]byte(`{"cniVersion": "1.1.0", "name": "n", "bridge": "b", "subnets": ["10.0.0.0/24", "fd00::/64"], "routes": [{"dst": "::/0"}]}`))
 	f.Add([]byte(`{"name": "n", "runtimeConfig": {"ipRanges": [[{"subnet": "10.0.0.0/24", "rangeStart": "10.0.0.5"}]], "portMappings": [{"hostPort": 1, "containerPort": 2, "hostIP": "::"}]}}`))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		n, err := Parse(data)

@@ -139,7 +139,7 @@ func (b *Bridge) Obsolete(d *Description) (some []netip.Prefix) {
 // keeps its MTU. It keeps its addresses unless the network created it. The caller holds Lock
 // exclusively. Errors: as CheckBridge, and ErrQuicker if the caller should try again.
 func MakeBridge(d *Description) (*Bridge, error) {
-	b, err := d.find(CheckOverlap)
+	b, err := d.find()
 	if err != nil {
 		return nil, err
 	}
@@ -165,17 +165,17 @@ func MakeBridge(d *Description) (*Bridge, error) {
 }
 
 // CheckBridge returns the error that MakeBridge would return, and changes nothing. It returns
-// ErrTaken if another network has pods on the bridge. It returns ErrOverlap if checkOverlap
-// (CheckOverlap or Overlaps.Check) finds another use of the addresses. It also fails if a device of
-// another type has the name, or if the kernel lacks IPv6 for IPv6 addresses.
-func CheckBridge(d *Description, checkOverlap func(subnets []netip.Prefix, bridge string) error) error {
-	_, err := d.find(checkOverlap)
+// ErrTaken if another network has pods on the bridge, and ErrOverlap if the node has another use of
+// the addresses. It also fails if a device of another type has the name, or if the kernel lacks IPv6
+// for IPv6 addresses.
+func CheckBridge(d *Description) error {
+	_, err := d.find()
 	return err
 }
 
 // find returns the bridge, or nil if it does not exist. It fails if MakeBridge would refuse the
 // bridge.
-func (d *Description) find(checkOverlap func(subnets []netip.Prefix, bridge string) error) (*Bridge, error) {
+func (d *Description) find() (*Bridge, error) {
 	b, err := FindBridge(d.Name)
 	if err != nil {
 		return nil, err
@@ -191,11 +191,7 @@ func (d *Description) find(checkOverlap func(subnets []netip.Prefix, bridge stri
 		}
 	}
 	if !b.Serves(d.Gateways) {
-		own := ""
-		if b != nil {
-			own = b.Name
-		}
-		if err := checkOverlap(d.Gateways, own); err != nil {
+		if err := checkOverlap(d.Gateways, b); err != nil {
 			return nil, err
 		}
 	}
@@ -348,18 +344,14 @@ func (b *Bridge) setUp(gateways, obsolete []netip.Prefix) error {
 	return err
 }
 
-// CheckOverlap returns ErrOverlap if another interface than the bridge has an address in a subnet,
-// or a route to a part or all of a subnet. bridge is "" if the bridge does not exist yet. A route
+// checkOverlap returns ErrOverlap if another interface than the bridge has an address in a subnet,
+// or a route to a part or all of a subnet. bridge is nil if the bridge does not exist yet. A route
 // to a larger network, such as all pods of a cluster, is no overlap unless it leads to another
 // network's bridge.
-func CheckOverlap(subnets []netip.Prefix, bridge string) error {
+func checkOverlap(subnets []netip.Prefix, bridge *Bridge) error {
 	own := -1
-	if bridge != "" {
-		link, err := netlink.LinkByName(bridge)
-		if err != nil {
-			return fmt.Errorf("find bridge %s: %w", bridge, err)
-		}
-		own = link.Attrs().Index
+	if bridge != nil {
+		own = bridge.Index
 	}
 	addrs, err := dump(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) })
 	if err != nil {

@@ -65,19 +65,10 @@ type Attachment struct {
 	Bridge      *Bridge
 	MTU         int
 	Hairpin     bool           // the bridge may send a packet back through the port that received it
-	Isolated    bool           // no packets between this port and other isolated ones
-	CheckSource bool           // the pod can send only from its own addresses
 	Ingress     Limit          // of traffic to the pod
 	Egress      Limit          // of traffic from the pod
 	IPs         []netip.Prefix // one or two
 	Routes      []Route
-}
-
-func (a *Attachment) addresses() (all []netip.Addr) {
-	for _, ip := range a.IPs {
-		all = append(all, ip.Addr())
-	}
-	return all
 }
 
 // Route is a pod's route through the bridge.
@@ -165,18 +156,18 @@ func (a *Attachment) makePair(ns *os.File, macs Plugged) error {
 	if index == 0 {
 		return fmt.Errorf("veth %s was deleted meanwhile", port)
 	}
-	return a.setUpPort(index, macs)
+	return a.setUpPort(index)
 }
 
-// setUpPort sets up the port. Source checks and traffic limits come first.
-func (a *Attachment) setUpPort(index int, macs Plugged) error {
+// setUpPort sets up the port. Traffic limits come first.
+func (a *Attachment) setUpPort(index int) error {
 	var host batch
-	if err := a.control(&host, index, macs); err != nil {
+	if err := a.limitTraffic(&host, index); err != nil {
 		return err
 	}
 	host.add("set up port", unix.RTM_NEWLINK, 0, up(index),
 		nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(alias(a.Network, a.ContainerID, a.IfName))), withoutAddresses(),
-		portOptions(map[int]bool{nl.IFLA_BRPORT_MODE: a.Hairpin, nl.IFLA_BRPORT_ISOLATED: a.Isolated}))
+		hairpin(a.Hairpin))
 	failpoint.Reach("net.set-up-port")
 	err := host.do()
 	failpoint.Reach("net.port-set-up")
@@ -361,18 +352,15 @@ func withoutAddresses() *nl.RtAttr {
 
 const addrGenNone = 1 // IN6_ADDR_GEN_MODE_NONE
 
-// portOptions encodes options of a bridge's port.
-func portOptions(options map[int]bool) *nl.RtAttr {
+// hairpin encodes whether a bridge's port may send a packet back.
+func hairpin(on bool) *nl.RtAttr {
+	value := []byte{0}
+	if on {
+		value[0] = 1
+	}
 	info := nl.NewRtAttr(unix.IFLA_LINKINFO, nil)
 	info.AddRtAttr(unix.IFLA_INFO_SLAVE_KIND, []byte("bridge"))
-	data := info.AddRtAttr(unix.IFLA_INFO_SLAVE_DATA, nil)
-	for option, on := range options {
-		value := []byte{0}
-		if on {
-			value[0] = 1
-		}
-		data.AddRtAttr(option, value)
-	}
+	info.AddRtAttr(unix.IFLA_INFO_SLAVE_DATA, nil).AddRtAttr(nl.IFLA_BRPORT_MODE, value)
 	return info
 }
 

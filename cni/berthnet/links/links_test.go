@@ -4,14 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/vishvananda/netlink"
-	"golang.org/x/sys/unix"
 
 	"berth/internal/lockfile"
 	"berth/internal/netns"
@@ -110,31 +107,4 @@ func TestStuckBridgeLockIsReported(t *testing.T) {
 	unlock, err = Lock(t.Context(), lockfile.Exclusive)
 	testutil.Must(t, err)
 	unlock()
-}
-
-func TestTryClassifier(t *testing.T) {
-	testutil.NeedRoot(t)
-	for kind, want := range map[string]error{classifier: nil, "nothing": unix.ENOENT} {
-		if err := tryClassifier(kind); !errors.Is(err, want) {
-			t.Errorf("classifier %q: %v, want %v", kind, err, want)
-		}
-	}
-	if err := CanCheckSource(); err != nil {
-		t.Error(err)
-	}
-}
-
-func TestHasModule(t *testing.T) {
-	list := filepath.Join(t.TempDir(), "modules.builtin")
-	testutil.Must(t, os.WriteFile(list, []byte("kernel/net/sched/sch_some.ko\nkernel/net/sched/cls_some.ko\n"), 0o600))
-	for module, want := range map[string]bool{"cls_some": true, "sch_some": true, "some": false, "cls_som": false} {
-		t.Run(module, func(t *testing.T) {
-			if got := hasModule(module, list); got != want {
-				t.Errorf("module %s: %v, want %v", module, got, want)
-			}
-		})
-	}
-	if hasModule("cls_some", list+".none") {
-		t.Error("an unknown module is reported as present")
-	}
 }

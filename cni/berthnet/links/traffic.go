@@ -1,26 +1,19 @@
 package links
 
 import (
-	"bytes"
 	"encoding/binary"
 	"fmt"
 	"math"
 	"os"
 
 	"github.com/vishvananda/netlink/nl"
-	"golang.org/x/net/bpf"
 	"golang.org/x/sys/unix"
 
-	"berth/cni/berthnet/source"
 	"berth/internal/failpoint"
-	"berth/internal/netns"
-	"berth/internal/safefs"
 )
 
-// tc checks and limits a pod's traffic at its port. A classifier drops packets with foreign source
-// addresses before the bridge receives them. Rates are limited like in the CNI plugin
-// bandwidth. Traffic to the pod queues at the port. Traffic from the pod is redirected to an ifb
-// device, queues there, and returns.
+// tc limits a pod's traffic at its port, like the CNI plugin bandwidth. Traffic to the pod queues at
+// the port. Traffic from the pod is redirected to an ifb device, queues there, and returns.
 
 // Limit is a limit of traffic. Its zero value means no limit.
 type Limit struct {
@@ -47,101 +40,26 @@ const (
 // addIngress adds a qdisc for incoming packets. The interface must be down, because otherwise the
 // kernel waits for all processors.
 func (b *batch) addIngress(index int) {
-	b.add("inspect traffic from the pod (CONFIG_NET_SCH_INGRESS)", unix.RTM_NEWQDISC, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
+	b.add("redirect traffic from the pod (CONFIG_NET_SCH_INGRESS)", unix.RTM_NEWQDISC, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
 		tcMessage(index, handleIngress, parentIngress, 0), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated("ingress")))
 }
 
-// checkSource drops packets that the pod sends from foreign addresses.
-func (b *batch) checkSource(index int, program []bpf.Instruction) error {
+// redirect sends all packets that arrive at an interface to another one. Its classifier is a program
+// in classic BPF with one instruction, which accepts each packet.
+func (b *batch) redirect(index, to int) {
+	program := binary.NativeEndian.AppendUint16(nil, unix.BPF_RET|unix.BPF_K)
+	program = binary.NativeEndian.AppendUint32(append(program, 0, 0), math.MaxUint32)
 	options := nl.NewRtAttr(nl.TCA_OPTIONS, nil)
-	if err := addProgram(options, program); err != nil {
-		return err
-	}
-	options.AddRtAttr(nl.TCA_BPF_FLAGS, nl.Uint32Attr(nl.TCA_BPF_FLAG_ACT_DIRECT))
-	b.addFilter("check source addresses (CONFIG_NET_CLS_BPF; option checkSource)", classifier, index, 1, options)
-	return nil
-}
-
-// CanCheckSource returns an error if the kernel cannot check source addresses (CheckSource). If it
-// does not find both modules, it tries the check in a temporary network namespace, so that the
-// kernel loads them.
-func CanCheckSource() error {
-	if hasModule("sch_ingress", builtInModules()) && hasModule("cls_bpf", builtInModules()) {
-		return nil
-	}
-	return tryClassifier(classifier)
-}
-
-// hasModule reports whether a module is loaded or built in. A built-in module without parameters
-// has no directory in /sys/module. It is in the list that is installed with the kernel.
-func hasModule(module, builtIn string) bool {
-	if _, err := os.Stat("/sys/module/" + module); err == nil {
-		return true
-	}
-	list, err := safefs.ReadHostFile(builtIn, 1<<20)
-	return err == nil && bytes.Contains(list, []byte("/"+module+".ko\n"))
-}
-
-func builtInModules() string {
-	var name unix.Utsname
-	if unix.Uname(&name) != nil {
-		return ""
-	}
-	return "/lib/modules/" + unix.ByteSliceToString(name.Release[:]) + "/modules.builtin"
-}
-
-// tryClassifier adds a classifier to the loopback device of the thread's namespace.
-func tryClassifier(kind string) error {
-	options := nl.NewRtAttr(nl.TCA_OPTIONS, nil)
-	if err := addProgram(options, []bpf.Instruction{bpf.RetConstant{Val: 0}}); err != nil {
-		return err
-	}
-	options.AddRtAttr(nl.TCA_BPF_FLAGS, nl.Uint32Attr(nl.TCA_BPF_FLAG_ACT_DIRECT))
-	const loopback = 1 // the index in every namespace (LOOPBACK_IFINDEX)
-	var try batch
-	try.addIngress(loopback)
-	try.addFilter("check what pods send (CONFIG_NET_CLS_BPF; option checkSource)", kind, loopback, 1, options)
-	return netns.InNew(try.do)
-}
-
-// redirect sends packets that arrive at an interface to another one.
-func (b *batch) redirect(index, to int) error {
-	options := nl.NewRtAttr(nl.TCA_OPTIONS, nil)
-	if err := addProgram(options, []bpf.Instruction{bpf.RetConstant{Val: math.MaxUint32}}); err != nil {
-		return err
-	}
+	options.AddRtAttr(nl.TCA_BPF_OPS_LEN, nl.Uint16Attr(1))
+	options.AddRtAttr(nl.TCA_BPF_OPS, program)
 	const redirect, stolen = 1, 4 // TCA_EGRESS_REDIR, TC_ACT_STOLEN
 	action := options.AddRtAttr(nl.TCA_BPF_ACT, nil).AddRtAttr(1, nil)
 	action.AddRtAttr(nl.TCA_ACT_KIND, nl.ZeroTerminated("mirred"))
 	action.AddRtAttr(nl.TCA_ACT_OPTIONS, nil).AddRtAttr(nl.TCA_MIRRED_PARMS,
 		words(0, 0, stolen, 0, 0, redirect, uint32(to)))
-	b.addFilter("limit traffic from the pod", classifier, index, 2, options)
-	return nil
-}
-
-// classifier is the kind of the classifiers at ports.
-const classifier = "bpf"
-
-func (b *batch) addFilter(what, kind string, index int, priority uint16, options *nl.RtAttr) {
-	info := uint32(priority)<<16 | uint32(nl.Swap16(unix.ETH_P_ALL))
-	b.add(what, unix.RTM_NEWTFILTER, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
-		tcMessage(index, 0, handleIngress, info), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated(kind)), options)
-}
-
-func addProgram(options *nl.RtAttr, program []bpf.Instruction) error {
-	raw, err := bpf.Assemble(program)
-	if err != nil {
-		return fmt.Errorf("assemble the check of source addresses: %w", err)
-	}
-	var code []byte
-	for _, i := range raw {
-		code = binary.NativeEndian.AppendUint16(code, i.Op)
-		code = append(code, i.Jt, i.Jf)
-		code = binary.NativeEndian.AppendUint32(code, i.K)
-	}
-	options.AddRtAttr(nl.TCA_BPF_OPS_LEN, nl.Uint16Attr(uint16(len(raw))))
-	options.AddRtAttr(nl.TCA_BPF_OPS, code)
-	return nil
+	info := 1<<16 | uint32(nl.Swap16(unix.ETH_P_ALL)) // priority and protocol
+	b.add("limit traffic from the pod (CONFIG_NET_CLS_BPF)", unix.RTM_NEWTFILTER, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
+		tcMessage(index, 0, handleIngress, info), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated("bpf")), options)
 }
 
 // queueTime is the longest time in the queue, in milliseconds; the kernel drops packets beyond it.
@@ -211,16 +129,8 @@ func (a *Attachment) setUpShaper(index int) error {
 	return err
 }
 
-// control adds source checks and limits to the port, which is down.
-func (a *Attachment) control(host *batch, port int, macs Plugged) error {
-	if a.CheckSource || a.Egress.Rate > 0 {
-		host.addIngress(port)
-	}
-	if a.CheckSource {
-		if err := host.checkSource(port, source.Program(macs.PodMAC, a.addresses())); err != nil {
-			return err
-		}
-	}
+// limitTraffic adds limits to the port, which is down.
+func (a *Attachment) limitTraffic(host *batch, port int) error {
 	if a.Ingress.Rate > 0 {
 		host.limit(port, a.Ingress)
 	}
@@ -234,7 +144,9 @@ func (a *Attachment) control(host *batch, port int, macs Plugged) error {
 	if err := a.setUpShaper(shaper); err != nil {
 		return err
 	}
-	return host.redirect(port, shaper)
+	host.addIngress(port)
+	host.redirect(port, shaper)
+	return nil
 }
 
 // indexOf returns the index of an interface in the thread's network namespace, or 0 if it does not

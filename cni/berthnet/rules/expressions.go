@@ -44,10 +44,6 @@ func isFamily(v6 bool) expressions {
 	return expressions{&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: reg}, compare(expr.CmpOpEq, []byte{family})}
 }
 
-func isProtocol(protocol byte) expressions {
-	return expressions{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg}, compare(expr.CmpOpEq, []byte{protocol})}
-}
-
 // device matches packets by the name of a device, or by any other name.
 func device(key expr.MetaKey, name string, is bool) expressions {
 	op := expr.CmpOpEq
@@ -110,12 +106,6 @@ func masked(bits uint32) expr.Any {
 }
 
 var notZero = compare(expr.CmpOpNeq, make([]byte, 4))
-
-// established matches packets of established connections.
-func established() expressions {
-	return expressions{&expr.Ct{Key: expr.CtKeySTATE, Register: reg},
-		masked(expr.CtStateBitESTABLISHED | expr.CtStateBitRELATED), notZero}
-}
 
 // redirected matches packets of connections with destination NAT.
 func redirected() expressions {

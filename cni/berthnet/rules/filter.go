@@ -17,11 +17,13 @@ import (
 // It keeps its sockets open. When a process closes a socket of nftables, the kernel waits until all
 // deleted objects are freed (nft_rcv_nl_event), which takes 15 ms or more.
 type Filter struct {
-	mu    sync.Mutex     // guards conn: one transaction at a time, as in the kernel
-	conn  *nftables.Conn // nil: not open
-	flows sync.Mutex     // guards conntrack
-	// nil: not open
-	conntrack *netlink.Conn
+	mu sync.Mutex // one transaction at a time, as in the kernel
+	// +checklocks:mu
+	conn *nftables.Conn // nil: not open
+
+	flows sync.Mutex
+	// +checklocks:flows
+	conntrack *netlink.Conn // nil: not open
 }
 
 // bufferSize has room for a transaction with the host ports of all pods of a node, and for its
@@ -48,6 +50,7 @@ func (f *Filter) with(run func(*nftables.Conn) error) (err error) {
 	return nil
 }
 
+// +checklocks:f.mu
 func (f *Filter) drop() error {
 	if f.conn == nil {
 		return nil

@@ -1,4 +1,4 @@
-// Package rules writes the nftables rules of a network: host ports, masquerading, isolation.
+// Package rules writes the nftables rules of a network: host ports and masquerading.
 //
 // # Contract
 //
@@ -9,10 +9,9 @@
 // host ports is attached by one transaction that adds elements, and a pod without host ports by
 // none. Rules distinguish packets by interfaces and conntrack state, and use no marks.
 //
-// Other programs may delete the table with all others (nft flush ruleset). Watch reports that, and
-// the caller passes the open host ports to Install. They may also delete only the table's rules
-// (nft flush table), which keeps the host ports in the maps. The next call of Installed detects
-// that.
+// Other programs may delete the table with all others (nft flush ruleset). They may also delete only
+// the table's rules (nft flush table), which keeps the host ports in the maps. The next call of
+// Installed detects both, and the caller passes the open host ports to Install.
 //
 // A Filter works in one network namespace and may be used concurrently.
 package rules
@@ -38,15 +37,11 @@ import (
 
 // Network describes the wanted table.
 type Network struct {
-	Key            string // of the network
-	Name           string // earlier versions used it as the name of the table
-	Bridge         string
-	Subnets        []netip.Prefix // of pods
-	Masquerade     bool
-	NoMasquerade   []netip.Prefix
-	IsolatePods    bool
-	IsolateIngress bool
-	IsolateNode    bool
+	Key          string // of the network
+	Bridge       string
+	Subnets      []netip.Prefix // of pods
+	Masquerade   bool
+	NoMasquerade []netip.Prefix
 }
 
 // TablePrefix is the prefix of the names of networks' tables.
@@ -62,7 +57,7 @@ func table(network string) *nftables.Table {
 const markerPrefix = "made-from-"
 
 // format is the version of the rules. Increase it with each change.
-const format = "3"
+const format = "4"
 
 func (n *Network) marker() string {
 	sum := sha256.Sum256(fmt.Appendf(nil, "%s %+v", format, *n))
@@ -119,7 +114,7 @@ func (f *Filter) Install(n Network, pods []Pod) error {
 // Otherwise it could mistake deleted ports for open ones.
 func (f *Filter) install(n *Network, pods []Pod) error {
 	return f.with(func(conn *nftables.Conn) error {
-		old, others, err := n.markers(conn)
+		old, others, err := n.obsolete(conn)
 		if err != nil {
 			return err
 		}
@@ -143,29 +138,29 @@ func (f *Filter) install(n *Network, pods []Pod) error {
 	})
 }
 
-// markers returns the markers of the network's table, and the tables of other networks for its
-// bridge. In earlier versions networks of the same name shared a table, because the name identified
-// it. The first network that is installed deletes that table.
-func (n *Network) markers(conn *nftables.Conn) (names []string, others []*nftables.Table, err error) {
+// obsolete returns the markers of the network's table, the chains of its table that earlier
+// versions wrote, and the tables of other networks for its bridge.
+func (n *Network) obsolete(conn *nftables.Conn) (old []string, others []*nftables.Table, err error) {
 	chains, err := conn.ListChainsOfTableFamily(nftables.TableFamilyINet)
 	if err != nil {
 		return nil, nil, fmt.Errorf("list chains of nftables: %w", err)
 	}
 	for _, c := range chains {
+		isMarker := strings.HasPrefix(c.Name, markerPrefix)
 		switch {
-		case !strings.HasPrefix(c.Name, markerPrefix) || !strings.HasPrefix(c.Table.Name, TablePrefix):
 		case c.Table.Name == TablePrefix+n.Key:
-			names = append(names, c.Name)
-		case strings.HasSuffix(c.Name, markerOf(n.Bridge)), c.Table.Name == TablePrefix+n.Name &&
-			!strings.Contains(c.Name, markerOf("")):
+			if isMarker || c.Name == "forward" || c.Name == "input" { // the last two had rules for isolation
+				old = append(old, c.Name)
+			}
+		case isMarker && strings.HasPrefix(c.Table.Name, TablePrefix) && strings.HasSuffix(c.Name, markerOf(n.Bridge)):
 			others = append(others, &nftables.Table{Family: nftables.TableFamilyINet, Name: c.Table.Name})
 		}
 	}
-	return names, others, nil
+	return old, others, nil
 }
 
 // Chains of a table. The base chains run right before other chains of their kind. So host ports
-// take precedence over other programs' redirections, and no rule can bypass isolation.
+// take precedence over other programs' redirections.
 const (
 	chainHostPorts = "hostports"
 	early          = -5
@@ -196,10 +191,6 @@ func (n *Network) write(conn *nftables.Conn, old []string) error {
 		*nftables.ChainPriorityNATSource+early))
 	n.guardLoopback(conn, base(conn, t, "raw",
 		nftables.ChainTypeFilter, nftables.ChainHookPrerouting, *nftables.ChainPriorityRaw))
-	n.isolateForwarded(conn, base(conn, t, "forward",
-		nftables.ChainTypeFilter, nftables.ChainHookForward, *nftables.ChainPriorityFilter+early))
-	n.isolateNode(conn, base(conn, t, "input",
-		nftables.ChainTypeFilter, nftables.ChainHookInput, *nftables.ChainPriorityFilter+early))
 	for _, name := range old {
 		conn.DelChain(&nftables.Chain{Table: t, Name: name})
 	}
@@ -287,41 +278,6 @@ func (n *Network) guardLoopback(conn *nftables.Conn, c *nftables.Chain) {
 	for _, side := range []expressions{to_(loopback4), from(loopback4)} {
 		add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, true), isFamily(false), side, verdict(expr.VerdictDrop))
 	}
-}
-
-// isolateForwarded drops new connections that isolation forbids. Host ports stay reachable, but not
-// from isolated pods. Redirections of other programs, such as kube-proxy's node ports, do not stay
-// reachable. Isolated ports of the bridge are not enough: they let redirected packets pass if the
-// packet filter does not process bridged packets (br_netfilter).
-func (n *Network) isolateForwarded(conn *nftables.Conn, c *nftables.Chain) {
-	if !n.IsolatePods && !n.IsolateIngress {
-		return
-	}
-	add(conn, c, device(expr.MetaKeyOIFNAME, n.Bridge, false), verdict(expr.VerdictReturn))
-	add(conn, c, established(), verdict(expr.VerdictReturn))
-	if n.IsolatePods {
-		add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, true), verdict(expr.VerdictDrop))
-	}
-	for _, r := range redirections {
-		add(conn, c, isFamily(r.v6), redirected(), r.match(), verdict(expr.VerdictReturn))
-	}
-	if n.IsolateIngress {
-		add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, false), verdict(expr.VerdictDrop))
-	}
-}
-
-// isolateNode drops packets from pods to the node, except ICMP, which routing, IPv6 neighbour
-// discovery and path MTU discovery need.
-func (n *Network) isolateNode(conn *nftables.Conn, c *nftables.Chain) {
-	if !n.IsolateNode {
-		return
-	}
-	add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, false), verdict(expr.VerdictReturn))
-	add(conn, c, established(), verdict(expr.VerdictReturn))
-	for _, protocol := range []byte{unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6} {
-		add(conn, c, isProtocol(protocol), verdict(expr.VerdictReturn))
-	}
-	add(conn, c, verdict(expr.VerdictDrop))
 }
 
 // Try returns why the kernel does not support the network's table, or nil. It writes the table in a

@@ -73,16 +73,3 @@ func TestInconsistentChunksAreRejected(t *testing.T) {
 		})
 	}
 }
-
-// Another node cannot send an index of chunks: its chunks could show anything.
-func TestChunksComeFromNoNode(t *testing.T) {
-	t.Parallel()
-	x := chunksSample()
-	whole, err := x.EncodeWhole(nil)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, _, err := DecodeWhole(whole, Bounds{Tar: 1 << 20, Data: 1 << 20}); !errors.Is(err, ErrDamaged) {
-		t.Error(err)
-	}
-}

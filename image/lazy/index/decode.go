@@ -20,12 +20,6 @@ func Decode(b []byte) (*Index, error) {
 	if bytes.HasPrefix(b, []byte(chunksMagic)) || bytes.HasPrefix(b, []byte(sealedMagic)) {
 		return decodeChunks(b)
 	}
-	return decode(b, nil)
-}
-
-// decode is Decode. bounds, if not nil, checks the numbers before anything else is read, and
-// returns how many points there may be. Then the index does not share memory with b.
-func decode(b []byte, bounds func(*Index) (points int64, err error)) (*Index, error) {
 	parts, err := sections(b, magic)
 	if err != nil {
 		return nil, err
@@ -34,22 +28,13 @@ func decode(b []byte, bounds func(*Index) (points int64, err error)) (*Index, er
 	if err := x.setNumbers(parts[0]); err != nil {
 		return nil, err
 	}
-	most := int64(math.MaxInt64)
-	if bounds != nil {
-		if most, err = bounds(x); err != nil {
-			return nil, err
-		}
-	}
 	if err := checkSum(b); err != nil {
 		return nil, err
 	}
 	if err := x.setStates(parts[1]); err != nil {
 		return nil, err
 	}
-	if bounds != nil {
-		parts[2] = bytes.Clone(parts[2])
-	}
-	if x.Points, err = decodePoints(parts[2], most); err != nil {
+	if x.Points, err = decodePoints(parts[2]); err != nil {
 		return nil, err
 	}
 	if err := x.check(); err != nil {
@@ -138,9 +123,9 @@ func (x *Index) setStates(b []byte) error {
 	return nil
 }
 
-// decodePoints decodes the points of a whole blob, at most some. They share memory with b. The
-// error wraps ErrDamaged.
-func decodePoints(b []byte, most int64) (points []Point, err error) {
+// decodePoints decodes the points of a whole blob. They share memory with b. The error wraps
+// ErrDamaged.
+func decodePoints(b []byte) (points []Point, err error) {
 	r := NewPointReader(&sharedBytes{bytes.NewReader(b), b})
 	for {
 		p, err := r.Next()
@@ -149,9 +134,6 @@ func decodePoints(b []byte, most int64) (points []Point, err error) {
 		}
 		if err != nil {
 			return nil, err
-		}
-		if int64(len(points)) >= most {
-			return nil, damaged("more than %d points", most)
 		}
 		points = append(points, p)
 	}

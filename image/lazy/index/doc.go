@@ -8,10 +8,8 @@
 // only an Index whose numbers are consistent. It cannot tell whether they are true: a blob may have
 // compromised the process that noted the points. Wrong points give a tar with a wrong digest.
 //
-// The states of an index of this node cannot be wrong, because the daemon takes them itself while
-// it hashes the blob. So Verify shows that bytes belong to the blob before anything decompresses
-// them. It compares each state in its range. After it has verified ranges that cover the whole
-// blob, all states are true, because what follows the last one is the blob's digest.
+// The states of an index cannot be wrong, because the daemon takes them itself while it hashes the
+// blob. So Verify shows that bytes belong to the blob before anything decompresses them.
 //
 // # Terms
 //
@@ -37,8 +35,5 @@
 // layer, so they can be links. The encoding has their digests. It begins with magic. Three sections
 // follow, each a varint length and its bytes: numbers and digests, states, points. The SHA-256 of
 // all this ends it. An index of chunks begins with chunksMagic or sealedMagic, and has points
-// and chunks in place of states and points. OpenWhole joins the three files for another node.
-//
-// An index of another node may be false in every respect, the states included: they show only that
-// bytes fit the index (package lazy, "Indexes of other nodes").
+// and chunks in place of states and points.
 package index

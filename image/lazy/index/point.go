@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"math"
 
 	fastflate "github.com/klauspost/compress/flate"
 )
@@ -239,6 +238,6 @@ func DecodeRecorded(b []byte) (kind Compression, points []Point, err error) {
 	if len(b) == 0 || int(b[0]) >= len(compressions) {
 		return 0, nil, damaged("unknown compression")
 	}
-	points, err = decodePoints(b[1:], math.MaxInt64)
+	points, err = decodePoints(b[1:])
 	return Compression(b[0]), points, err
 }

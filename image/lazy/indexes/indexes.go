@@ -437,24 +437,14 @@ func (s *Store) Clear() (freed int64, failed error) {
 // Get returns the index of a blob. Errors: NotFound if there is none, or a damaged one, which Get
 // removes.
 func (s *Store) Get(blob digest.Digest) (x *index.Index, err error) {
-	err = s.use(blob, func(dir string) (err error) {
-		x, err = read(dir, blob)
-		return err
-	})
-	return x, err
-}
-
-// use calls read with the directory of an index, which is busy meanwhile. It removes the index if
-// that is damaged.
-func (s *Store) use(blob digest.Digest, read func(dir string) error) error {
 	if !s.begin(blob, false) {
-		return errdefs.NotFound("no index of %s", blob)
+		return nil, errdefs.NotFound("no index of %s", blob)
 	}
 	path := filepath.Join(s.dir, blob.Encoded())
-	err := read(path)
+	x, err = read(path, blob)
 	if errors.Is(err, index.ErrDamaged) || errors.Is(err, fs.ErrNotExist) {
 		s.log.Warn("damaged index of a blob removed", "blob", blob, "error", err)
-		return errors.Join(errdefs.NotFound("no index of %s: %w", blob, err), s.remove(blob))
+		return nil, errors.Join(errdefs.NotFound("no index of %s: %w", blob, err), s.remove(blob))
 	}
 	if err == nil {
 		s.touch(filepath.Join(path, indexFile))
@@ -464,63 +454,9 @@ func (s *Store) use(blob digest.Digest, read func(dir string) error) error {
 	e := s.entries[blob]
 	e.used, e.busy = time.Now(), false
 	if err != nil {
-		return fmt.Errorf("read index of %s: %w", blob, err)
+		return nil, fmt.Errorf("read index of %s: %w", blob, err)
 	}
-	return nil
-}
-
-// Whole is an index with its files, for another node.
-type Whole struct {
-	*index.Whole
-	files [3]*os.File
-}
-
-// Close closes the files.
-func (w *Whole) Close() (err error) {
-	for _, f := range w.files {
-		if f != nil {
-			err = errors.Join(err, f.Close())
-		}
-	}
-	return err
-}
-
-// OpenWhole opens the index of a blob with its profile for another node. It compares all digests,
-// and takes none of the files into memory. The index may be removed while it is read. Errors:
-// NotFound if there is none, or a damaged one, which OpenWhole removes.
-func (s *Store) OpenWhole(blob digest.Digest) (w *Whole, err error) {
-	err = s.use(blob, func(dir string) (err error) {
-		w, err = openWhole(dir, blob, s.Profile(blob))
-		return err
-	})
-	return w, err
-}
-
-// openWhole opens the files of an index.
-func openWhole(dir string, blob digest.Digest, hints []int) (_ *Whole, err error) {
-	w := &Whole{}
-	undo := cleanup.New()
-	defer undo.Run(&err)
-	undo.Add("close the files of an index", w.Close)
-	var parts [3]*io.SectionReader
-	for i, name := range []string{indexFile, treeFile, recordFile} {
-		if w.files[i], err = os.Open(filepath.Join(dir, name)); err != nil {
-			return nil, err
-		}
-		st, err := w.files[i].Stat()
-		if err != nil {
-			return nil, err
-		}
-		parts[i] = io.NewSectionReader(w.files[i], 0, st.Size())
-	}
-	if w.Whole, err = index.OpenWhole(parts[0], parts[1], parts[2], hints); err != nil {
-		return nil, err
-	}
-	if w.Blob != blob {
-		return nil, fmt.Errorf("%w: it is of %s", index.ErrDamaged, w.Blob)
-	}
-	undo.Release()
-	return w, nil
+	return x, nil
 }
 
 // touch records on disk that an index is used, for the next Open.

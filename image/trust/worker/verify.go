@@ -15,17 +15,15 @@ import (
 	"go.podman.io/image/v5/image"
 	"go.podman.io/image/v5/signature"
 	"go.podman.io/image/v5/types"
-
-	"berth/image/trust/wire"
 )
 
 // verify returns nil if the policy in root accepts one of the documents there.
 func verify(root string) error {
-	policy, err := signature.NewPolicyFromFile(filepath.Join(root, wire.PolicyFile))
+	policy, err := signature.NewPolicyFromFile(filepath.Join(root, PolicyFile))
 	if err != nil {
 		return fmt.Errorf("read policy: %w", err)
 	}
-	name, err := os.ReadFile(filepath.Join(root, wire.ReferenceFile))
+	name, err := os.ReadFile(filepath.Join(root, ReferenceFile))
 	if err != nil {
 		return err
 	}

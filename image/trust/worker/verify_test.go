@@ -14,7 +14,6 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"berth/image/trust/trusttest"
-	"berth/image/trust/wire"
 )
 
 const manifest = `{"schemaVersion":2,"mediaType":"application/vnd.oci.image.manifest.v1+json","config":{},"layers":[]}`
@@ -23,7 +22,7 @@ const manifest = `{"schemaVersion":2,"mediaType":"application/vnd.oci.image.mani
 func write(t *testing.T, policy, reference, document string, signatures ...[]byte) string {
 	t.Helper()
 	root := t.TempDir()
-	for name, data := range map[string][]byte{wire.PolicyFile: []byte(policy), wire.ReferenceFile: []byte(reference), "0/manifest.json": []byte(document)} {
+	for name, data := range map[string][]byte{PolicyFile: []byte(policy), ReferenceFile: []byte(reference), "0/manifest.json": []byte(document)} {
 		put(t, filepath.Join(root, name), data)
 	}
 	for i, s := range signatures {
@@ -70,7 +69,7 @@ func TestVerifySigstoreSignature(t *testing.T) {
 	d := digest.FromString(manifest)
 	sign := func(k *trusttest.Sigstore, name string, d digest.Digest) []byte {
 		data, annotations := k.Sign(t, name, d)
-		encoded, err := wire.Sigstore(trusttest.MediaType, data, annotations)
+		encoded, err := Sigstore(trusttest.MediaType, data, annotations)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -78,7 +77,7 @@ func TestVerifySigstoreSignature(t *testing.T) {
 	}
 	good := sign(key, name, d)
 	data, annotations := key.Sign(t, "r.example/team/other", d)
-	tampered, err := wire.Sigstore(trusttest.MediaType, []byte(strings.Replace(string(data), "other", "app", 1)), annotations)
+	tampered, err := Sigstore(trusttest.MediaType, []byte(strings.Replace(string(data), "other", "app", 1)), annotations)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -156,7 +155,7 @@ func TestVerifyKeylessSignature(t *testing.T) {
 				_, others := other.Sign(t, who, name, d)
 				tc.change(annotations, others)
 			}
-			encoded, err := wire.Sigstore(trusttest.MediaType, data, annotations)
+			encoded, err := Sigstore(trusttest.MediaType, data, annotations)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -235,7 +234,7 @@ func FuzzVerify(f *testing.F) {
 		policies[i] = string(data)
 	}
 	data, annotations := trusttest.NewSigstore(f).Sign(f, "r.example/app", digest.FromString(manifest))
-	encoded, err := wire.Sigstore(trusttest.MediaType, data, annotations)
+	encoded, err := Sigstore(trusttest.MediaType, data, annotations)
 	if err != nil {
 		f.Fatal(err)
 	}

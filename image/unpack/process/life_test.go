@@ -68,6 +68,9 @@ func (p *paused) Read(b []byte) (int, error) {
 	return n, err
 }
 
+// pipeSize is the size of the pipe to a process, where the user's limit allows it.
+const pipeSize = 1 << 20
+
 // inTheMiddle starts to unpack data and calls do while the process waits for the rest of it.
 func inTheMiddle(ctx context.Context, t *testing.T, p *Program, data []byte, do func(pid int)) (unpack.Result, error) {
 	t.Helper()

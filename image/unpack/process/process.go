@@ -4,8 +4,8 @@
 // # Contract
 //
 // The daemon reads the blob from the network and passes it on. It gets only validated results of
-// the content, through package wire. If the process dies, is killed or stalls, the layer fails with
-// Unavailable, because a retry may succeed. If it violates the protocol, the layer fails with
+// the content, through a worker.Reader. If the process dies, is killed or stalls, the layer fails
+// with Unavailable, because a retry may succeed. If it violates the protocol, the layer fails with
 // Internal. When Unpack returns, the process has ended.
 //
 // The result may be false. A blob could compromise the process through a bug in Go's runtime or in
@@ -18,7 +18,6 @@
 package process
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -27,24 +26,19 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
-	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
-	"unicode"
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
 	"berth/image/unpack"
-	"berth/image/unpack/wire"
 	"berth/image/unpack/worker"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/jail"
-	"berth/internal/jail/program"
 	"berth/internal/task"
 )
 
@@ -90,7 +84,7 @@ func (p *Program) Pack(ctx context.Context, data, out *os.File, blob io.Reader, 
 		return unpack.Result{}, errdefs.Internal("start berth-unpack: %w", err)
 	}
 	defer dir.Close() // read only
-	return p.do(ctx, dir, []*os.File{data, worker.OutFD - worker.DataFD: out}, blob, job)
+	return p.do(ctx, dir, []*os.File{worker.Data: data, worker.Out: out}, blob, job)
 }
 
 // do unpacks a layer into tree, or packs it into files.
@@ -98,16 +92,15 @@ func (p *Program) do(ctx context.Context, tree *os.File, files []*os.File, blob 
 	job unpack.Job) (unpack.Result, error) {
 	job.Limits = job.Limits.WithDefaults()
 	failpoint.Reach("unpack.start")
-	more := make([]*os.File, worker.PointsFD-worker.DataFD+1)
+	more := []*os.File{worker.Record: job.Record, worker.Points: job.Points}
 	copy(more, files)
-	more[worker.RecordFD-worker.DataFD], more[worker.PointsFD-worker.DataFD] = job.Record, job.Points
 	w, err := p.start(tree, files != nil, worker.Args(job, files != nil), more)
 	if err != nil {
 		return unpack.Result{}, errdefs.Internal("start berth-unpack: %w", err)
 	}
 	failpoint.Reach("unpack.started")
 	ctx, cancel := context.WithCancelCause(ctx)
-	stopKilling := context.AfterFunc(ctx, w.kill)
+	stopKilling := context.AfterFunc(ctx, w.Kill)
 	var helpers sync.WaitGroup
 	helpers.Go(func() {
 		if err := p.guard("pass on blob of", func() error { w.feed(blob, cancel); return nil }); err != nil {
@@ -123,7 +116,7 @@ func (p *Program) do(ctx context.Context, tree *os.File, files []*os.File, blob 
 	err = p.guard("unpack", func() (err error) { result, err = w.answer(job.Limits, job.Progress); return err })
 	failpoint.Reach("unpack.answered")
 	stopKilling()
-	end, said := w.end() // whatever the answer, there is nothing left for it to do
+	end, said := w.End() // whatever the answer, there is nothing left for it to do
 	if err != nil {
 		result, err = unpack.Result{}, verdict(context.Cause(ctx), err, end, said, p.most(job.Limits))
 	}
@@ -150,15 +143,9 @@ func peak(end *os.ProcessState) int64 {
 	return 0
 }
 
-// work is a process that unpacks a layer.
+// work is a process that unpacks a layer. The blob goes to its In. The answer comes from its Out.
 type work struct {
-	process *os.Process
-	ended   chan struct{}    // closed when the process has been waited for
-	state   *os.ProcessState // valid then
-	said    chan string      // the first line of its standard error
-
-	in  *os.File // the blob goes there
-	out *os.File // the answer comes from there
+	*jail.Worker
 
 	gunzip string // its gzip implementation, once it has answered
 
@@ -167,127 +154,30 @@ type work struct {
 	steps    atomic.Int64 // progress, in no unit
 }
 
-// pipeSize is the size that Linux allows unprivileged processes (fs.pipe-max-size).
-const pipeSize = 1 << 20
-
-// start starts a process. more are its descriptors from worker.DataFD on.
-func (p *Program) start(tree *os.File, readOnly bool, args []string, more []*os.File) (_ *work, err error) {
-	theirs := files{}
-	defer theirs.close()
-	mine := files{}
-	defer func() {
-		if err != nil {
-			mine.close()
-		}
-	}()
-	mount, err := program.Clone(tree)
+// start starts a process with the given files of a layer.
+func (p *Program) start(tree *os.File, readOnly bool, args []string, files []*os.File) (*work, error) {
+	mount, err := jail.Clone(tree)
 	if err != nil {
 		return nil, err
 	}
+	defer mount.Close() // read only
 	attributes := uint64(0)
 	if readOnly {
 		attributes = unix.MOUNT_ATTR_RDONLY
 	}
-	if err := program.Restrict(mount, attributes); errors.Is(err, unix.ENOSYS) { // Linux 5.12
+	if err := jail.Restrict(mount, attributes); errors.Is(err, unix.ENOSYS) { // Linux 5.12
 		p.unrestricted.Do(func() {
 			p.log.Warn("berth-unpack can open devices in layers: the kernel cannot restrict its mount", "error", err)
 		})
 	} else if err != nil {
-		return nil, errors.Join(err, mount.Close())
+		return nil, err
 	}
-	theirs.add(mount)
-	w := &work{ended: make(chan struct{}), said: make(chan string, 1)}
-	stdin, in, err := os.Pipe()
+	w, err := jail.Start(jail.Command{Name: "berth-unpack", Exe: p.exe, Version: worker.Version, Args: args,
+		Tree: mount, Files: files})
 	if err != nil {
 		return nil, err
 	}
-	theirs.add(stdin)
-	mine.add(in)
-	// This fails for a user with many pipes (fs.pipe-user-pages-soft); then it is only slower.
-	_, _ = unix.FcntlInt(stdin.Fd(), unix.F_SETPIPE_SZ, pipeSize)
-	out, stdout, err := os.Pipe()
-	if err != nil {
-		return nil, err
-	}
-	theirs.add(stdout)
-	mine.add(out)
-	messages, stderr, err := os.Pipe()
-	if err != nil {
-		return nil, err
-	}
-	theirs.add(stderr)
-	mine.add(messages)
-	w.in, w.out = in, out
-	inherited := append([]*os.File{stdin, stdout, stderr, worker.TreeFD: mount, worker.ExeFD: p.exe}, more...)
-	if err := w.run(args, inherited); err != nil {
-		return nil, err
-	}
-	go func() { w.said <- firstLine(messages) }()
-	return w, nil
-}
-
-// files are closed together. All are pipes and directories: closing loses nothing.
-type files []*os.File
-
-func (f *files) add(file *os.File) { *f = append(*f, file) }
-
-func (f *files) close() {
-	for _, file := range *f {
-		_ = file.Close()
-	}
-}
-
-// run starts the process and a goroutine that waits for it. The kernel kills the process when the
-// starting thread ends (Pdeathsig), so the goroutine keeps its thread until the process has ended.
-func (w *work) run(args []string, fds []*os.File) error {
-	attr := &os.ProcAttr{
-		Files: fds, Env: []string{}, Dir: "/",
-		Sys: &syscall.SysProcAttr{Cloneflags: program.Namespaces, Setsid: true, Pdeathsig: unix.SIGKILL},
-	}
-	started := make(chan error)
-	go func() {
-		runtime.LockOSThread()
-		defer runtime.UnlockOSThread()
-		var err error
-		w.process, err = os.StartProcess("/proc/self/fd/"+strconv.Itoa(worker.ExeFD),
-			append([]string{"berth-unpack"}, args...), attr)
-		started <- err
-		if err != nil {
-			return
-		}
-		defer close(w.ended)
-		if w.state, err = w.process.Wait(); err != nil {
-			w.state = &os.ProcessState{} // cannot happen: nothing else waits for children
-		}
-	}()
-	return <-started
-}
-
-// kill ends the process, at any time.
-func (w *work) kill() { _ = w.process.Kill() } // it has ended by itself
-
-// end kills the process and returns its state and the first line of its standard error.
-func (w *work) end() (state *os.ProcessState, said string) {
-	w.kill()
-	<-w.ended
-	return w.state, <-w.said
-}
-
-// maxStderr limits the standard error that is kept.
-const maxStderr = 512
-
-// firstLine reads all and returns the first line, made printable.
-func firstLine(r io.ReadCloser) string {
-	defer r.Close()
-	text, _ := io.ReadAll(io.LimitReader(r, maxStderr)) // what came before an error counts
-	_, _ = io.Copy(io.Discard, r)
-	line, _, _ := bytes.Cut(text, []byte("\n"))
-	return strings.Map(func(r rune) rune {
-		if unicode.IsPrint(r) {
-			return r
-		}
-		return -1
-	}, string(line))
+	return &work{Worker: w}, nil
 }
 
 var feedPool = sync.Pool{New: func() any { return new([128 << 10]byte) }}
@@ -296,20 +186,20 @@ var feedPool = sync.Pool{New: func() any { return new([128 << 10]byte) }}
 // process will report the truncated input. If the process does not take the blob, its answer has
 // the reason.
 func (w *work) feed(blob io.Reader, failed func(error)) {
-	defer w.in.Close() // a second Close is harmless
+	defer w.In.Close() // a second Close is harmless
 	buf := feedPool.Get().(*[128 << 10]byte)
 	defer feedPool.Put(buf)
 	for {
 		w.awaiting.Store(true)
 		n, err := blob.Read(buf[:])
 		w.awaiting.Store(false)
-		if _, refused := w.in.Write(buf[:n]); refused != nil {
+		if _, refused := w.In.Write(buf[:n]); refused != nil {
 			return
 		}
 		w.steps.Add(1)
 		if err == io.EOF { //nolint:errorlint // a wrapped EOF is a failed transfer
 			w.fed.Store(true)
-			err = w.in.Close()
+			err = w.In.Close()
 			if err == nil {
 				return
 			}
@@ -347,8 +237,7 @@ var errHasty = errors.New("result before the end of the blob")
 
 // answer reads the answer and rejects impossible results.
 func (w *work) answer(limits unpack.Limits, progress func(n int)) (unpack.Result, error) {
-	defer w.out.Close()
-	r := wire.NewReader(w.out)
+	r := worker.NewReader(w.Out)
 	result, err := r.Result(func(n int64) {
 		w.steps.Add(1)
 		if progress != nil {
@@ -375,7 +264,7 @@ func verdict(cause, answer error, end *os.ProcessState, said string, most time.D
 		return cause
 	case errors.As(answer, &refused):
 		return errdefs.New(codes.Code(refused.Code.Status()), "%w", answer)
-	case !errors.Is(answer, wire.ErrEnded):
+	case !errors.Is(answer, worker.ErrEnded):
 		return errdefs.Internal("berth-unpack: %w", answer)
 	case end.UserTime()+end.SystemTime() >= time.Duration(nearly*float64(most)):
 		refused := fmt.Errorf("berth-unpack exceeded its CPU time limit of %v", most)

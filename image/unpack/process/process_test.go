@@ -29,7 +29,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/unpack"
-	"berth/image/unpack/wire"
+	"berth/image/unpack/worker"
 	"berth/internal/errdefs"
 	"berth/internal/safefs"
 	"berth/internal/testutil"
@@ -574,7 +574,7 @@ func TestFalseResultsAreRejected(t *testing.T) {
 		r := unpack.Result{Digest: digest.FromString("x"), TarBytes: 1}
 		change(&r)
 		var b bytes.Buffer
-		if err := wire.NewWriter(&b).Result(r); err != nil {
+		if err := worker.NewWriter(&b).Result(r); err != nil {
 			t.Fatal(err)
 		}
 		return b.Bytes()

@@ -10,7 +10,6 @@ import (
 
 	"berth/image/lazy/index"
 	"berth/image/unpack"
-	"berth/image/unpack/wire"
 	"berth/image/unpack/worker"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
@@ -51,7 +50,7 @@ func (i *Inflater) Span(ctx context.Context, p index.Point, in []byte, out int64
 	ctx, cancel := context.WithTimeoutCause(ctx, i.p.stall,
 		errdefs.Unavailable("berth-unpack did not decompress a span within %v", i.p.stall))
 	defer cancel()
-	defer context.AfterFunc(ctx, i.w.kill)()
+	defer context.AfterFunc(ctx, i.w.Kill)()
 	tar, err := i.ask(&p, in, out)
 	var refused *unpack.Error
 	switch {
@@ -61,7 +60,7 @@ func (i *Inflater) Span(ctx context.Context, p index.Point, in []byte, out int64
 		return nil, fmt.Errorf("decompress span at %d: %w", p.In, context.Cause(ctx))
 	case errors.As(err, &refused):
 		return nil, errdefs.New(codes.Code(refused.Code.Status()), "decompress span at %d: %w", p.In, err)
-	case errors.Is(err, wire.ErrMalformed):
+	case errors.Is(err, worker.ErrMalformed):
 		return nil, errdefs.Internal("decompress span at %d: berth-unpack: %w", p.In, err)
 	}
 	return nil, errdefs.Unavailable("decompress span at %d: berth-unpack: %w", p.In, err)
@@ -69,16 +68,16 @@ func (i *Inflater) Span(ctx context.Context, p index.Point, in []byte, out int64
 
 // ask sends a span and receives its tar.
 func (i *Inflater) ask(p *index.Point, in []byte, out int64) ([]byte, error) {
-	if err := wire.WriteSpan(i.w.in, p, out, in); err != nil {
+	if err := worker.WriteSpan(i.w.In, p, out, in); err != nil {
 		return nil, err
 	}
-	return wire.ReadTar(i.w.out, out)
+	return worker.ReadTar(i.w.Out, out)
 }
 
-// Close ends the process and waits for it.
+// Close ends the process and waits for it. It implements lazy.Inflater; its error is nil.
 func (i *Inflater) Close() error {
-	state, said := i.w.end()
+	state, said := i.w.End()
 	i.p.log.Debug("ended decompression of spans", "cpu", state.UserTime()+state.SystemTime(), "peakKiB", peak(state),
 		"said", said)
-	return errors.Join(i.w.in.Close(), i.w.out.Close())
+	return nil
 }

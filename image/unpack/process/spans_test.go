@@ -142,8 +142,7 @@ func TestSpanOfDeadProcess(t *testing.T) {
 	blob := gzipped(t, inflatetest.Sample(1<<20))
 	inflater, err := p.Inflate(t.TempDir(), index.Gzip, 1<<20)
 	testutil.Must(t, err)
-	inflater.w.kill()
-	<-inflater.w.ended
+	inflater.w.Kill()
 	if _, err := inflater.Span(t.Context(), index.Point{Start: true}, blob, 1<<20); errdefs.Code(err) != codes.Unavailable {
 		t.Errorf("dead: %v", err)
 	}

@@ -12,34 +12,30 @@ import (
 	"berth/image/lazy/index"
 	"berth/image/unpack"
 	"berth/image/unpack/inflate"
-	"berth/image/unpack/wire"
 	"berth/internal/jail"
 	"berth/internal/jail/early"
 )
 
 // SpanArgs returns the arguments for the decompression of spans of a blob, whose tar has tarSize
-// bytes. The process reads spans from standard input and writes their tars to standard output
-// (package wire), one after another, until its input ends.
+// bytes. The process reads spans from standard input and writes their tars to standard output,
+// one after another, until its input ends.
 func SpanArgs(kind index.Compression, tarSize int64) []string {
-	return []string{wire.Version, toInflate, strconv.Itoa(int(kind)), strconv.FormatInt(tarSize, 10)}
+	return []string{toInflate, strconv.Itoa(int(kind)), strconv.FormatInt(tarSize, 10)}
 }
 
 // spanHeap is Go's memory limit: a span, its tar and the largest zstd window, with garbage.
 const spanHeap = heapBase + index.MaxIn + index.MaxSpan + inflate.MaxWindow
 
-func runSpans(args []string) error {
-	if len(args) != 4 {
+func runSpans(args []string, root *os.File) error {
+	if len(args) != 3 {
 		return fmt.Errorf("%d arguments", len(args))
 	}
-	kind, err := strconv.ParseUint(args[2], 10, 8)
+	kind, err := strconv.ParseUint(args[1], 10, 8)
 	if err != nil {
 		return err
 	}
-	tarSize, err := strconv.ParseInt(args[3], 10, 64)
+	tarSize, err := strconv.ParseInt(args[2], 10, 64)
 	if err != nil {
-		return err
-	}
-	if err := os.NewFile(ExeFD, "berth-unpack").Close(); err != nil {
 		return err
 	}
 	debug.SetMemoryLimit(spanHeap)
@@ -47,7 +43,7 @@ func runSpans(args []string) error {
 		Memory: min(memoryLimit, addresses+2*spanHeap), Files: fileLimit, OnlyData: true,
 		CPU: uint64(CPULimit(unpack.Limits{Tar: tarSize}).Seconds()),
 	}
-	if err := jail.Process(os.NewFile(TreeFD, "root"), grant, early.Done); err != nil {
+	if err := jail.Process(root, grant, early.Done); err != nil {
 		return err
 	}
 	return answerSpans(os.Stdin, os.Stdout, index.Compression(kind))
@@ -58,7 +54,7 @@ func answerSpans(from io.Reader, to io.Writer, kind index.Compression) error {
 	var buf bytes.Buffer
 	var tar []byte
 	for {
-		p, size, in, err := wire.ReadSpan(from, &buf)
+		p, size, in, err := readSpan(from, &buf)
 		if errors.Is(err, io.EOF) {
 			return nil
 		}
@@ -70,12 +66,12 @@ func answerSpans(from io.Reader, to io.Writer, kind index.Compression) error {
 		}
 		tar = tar[:size]
 		if err := inflate.Span(kind, &p, in, tar, inflate.MaxWindow); err != nil {
-			if err := wire.NewWriter(to).Error(unpack.DataLoss, err.Error()); err != nil {
+			if err := NewWriter(to).Error(unpack.DataLoss, err.Error()); err != nil {
 				return err
 			}
 			continue
 		}
-		if err := wire.WriteTar(to, tar); err != nil {
+		if err := writeTar(to, tar); err != nil {
 			return err
 		}
 	}

@@ -3,15 +3,15 @@
 //
 // # Contract
 //
-// The daemon (package process) passes the blob on standard input, the tree as descriptor TreeFD and
-// the other parameters as arguments. To pack a layer, the tree is read-only and two files follow.
-// The program first confines itself (package jail) and then reads the blob. It writes its answer in
-// the form of package wire to standard output. Standard error is for fatal errors of Go's runtime.
+// The daemon (package process) starts the program (package jail) with the layer's tree. It passes
+// the blob on standard input and the other parameters as arguments. To pack a layer, the tree is
+// read-only and two files follow. The program first confines itself and then reads the blob. It
+// writes its answer with a Writer to standard output. Standard error is for fatal errors of Go's
+// runtime. The daemon reads the answer with a Reader, which trusts nothing.
 package worker
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -28,21 +28,20 @@ import (
 	"berth/image/unpack"
 	"berth/image/unpack/inflate"
 	"berth/image/unpack/tarsplit"
-	"berth/image/unpack/wire"
 	"berth/internal/jail"
 	"berth/internal/jail/early"
 )
 
-// Descriptors beside the standard ones.
+// Files of a layer, as indexes of jail.Command.Files.
 const (
-	TreeFD = 3 // the tree
-	ExeFD  = 4 // the program itself; closed at once, so that a layer cannot change its mode
-	DataFD = 5 // to pack: the file for the data
-	OutFD  = 6 // to pack: the file for the tree
-
-	RecordFD = 7 // the file for the record of the tar, if one is wanted
-	PointsFD = 8 // the file for the points of the blob, if they are wanted
+	Data   = iota // to pack: the file for the data
+	Out           // to pack: the file for the tree
+	Record        // the file for the record of the tar, if one is wanted
+	Points        // the file for the points of the blob, if they are wanted
 )
+
+// inherited returns one of these files.
+func inherited(file uintptr, name string) *os.File { return os.NewFile(jail.FilesFD+file, name) }
 
 // Operations.
 const (
@@ -83,55 +82,52 @@ func Args(job unpack.Job, pack bool) []string {
 	if pack {
 		what = toPack
 	}
-	return []string{wire.Version, what, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes),
+	return []string{what, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes),
 		number(job.Limits.Entries), number(job.Limits.Memory), number(job.Limits.Window),
 		strconv.FormatBool(job.Record != nil), strconv.FormatBool(job.Points != nil), number(job.Span),
 		strconv.FormatBool(job.NoData)}
 }
 
 func parse(args []string) (job unpack.Job, pack bool, err error) {
-	if len(args) == 0 || args[0] != wire.Version {
-		return job, false, errors.New("berth-unpack must be started by a berth of the same version")
-	}
-	if len(args) != 12 {
+	if len(args) != 11 {
 		return job, false, fmt.Errorf("%d arguments", len(args))
 	}
-	switch args[1] {
+	switch args[0] {
 	case toUnpack:
 	case toPack:
 		pack = true
 	default:
-		return job, false, fmt.Errorf("unknown operation %q", args[1])
+		return job, false, fmt.Errorf("unknown operation %q", args[0])
 	}
-	if job.Algorithm = digest.Algorithm(args[2]); !job.Algorithm.Available() {
-		return job, false, fmt.Errorf("digest %q", args[2])
+	if job.Algorithm = digest.Algorithm(args[1]); !job.Algorithm.Available() {
+		return job, false, fmt.Errorf("digest %q", args[1])
 	}
 	for i, n := range []*int64{&job.Limits.Tar, &job.Limits.Bytes, &job.Limits.Entries, &job.Limits.Memory,
 		&job.Limits.Window} {
-		if *n, err = strconv.ParseInt(args[3+i], 10, 64); err != nil {
+		if *n, err = strconv.ParseInt(args[2+i], 10, 64); err != nil {
 			return job, false, err
 		}
 	}
-	if job.Record, err = optional(args[8], RecordFD, "record"); err != nil {
+	if job.Record, err = optional(args[7], Record, "record"); err != nil {
 		return job, false, err
 	}
-	if job.Points, err = optional(args[9], PointsFD, "points"); err != nil {
+	if job.Points, err = optional(args[8], Points, "points"); err != nil {
 		return job, false, err
 	}
-	if job.Span, err = strconv.ParseInt(args[10], 10, 64); err != nil {
+	if job.Span, err = strconv.ParseInt(args[9], 10, 64); err != nil {
 		return job, false, err
 	}
-	job.NoData, err = strconv.ParseBool(args[11])
+	job.NoData, err = strconv.ParseBool(args[10])
 	return job, pack, err
 }
 
 // optional returns an inherited file if given says that there is one.
-func optional(given string, fd uintptr, name string) (*os.File, error) {
+func optional(given string, file uintptr, name string) (*os.File, error) {
 	ok, err := strconv.ParseBool(given)
 	if err != nil || !ok {
 		return nil, err
 	}
-	return os.NewFile(fd, name), nil
+	return inherited(file, name), nil
 }
 
 // CPULimit returns the CPU time limit for a layer within these limits: many times the need of the
@@ -149,13 +145,7 @@ func CPULimit(l unpack.Limits) time.Duration {
 }
 
 // Main returns the exit status: 0 if there was an answer, be it an error.
-func Main(args []string) int {
-	if err := run(args); err != nil {
-		fmt.Fprintf(os.Stderr, "%v\n", err)
-		return 1
-	}
-	return 0
-}
+func Main() int { return jail.Main("berth-unpack", Version, run) }
 
 // HeapFor returns Go's memory limit: the limit of the layer's data, half as much for garbage, and
 // the zstd window, which causes no garbage.
@@ -173,20 +163,16 @@ func MemoryFor(job unpack.Job, pack bool) int64 {
 	return min(memoryLimit, addresses+2*HeapFor(job, pack))
 }
 
-func run(args []string) error {
-	if len(args) > 1 && args[0] == wire.Version && args[1] == toInflate {
-		return runSpans(args)
+func run(args []string, tree *os.File) error {
+	if len(args) > 0 && args[0] == toInflate {
+		return runSpans(args, tree)
 	}
 	job, pack, err := parse(args)
 	if err != nil {
 		return err
 	}
-	if err := os.NewFile(ExeFD, "berth-unpack").Close(); err != nil {
-		return err
-	}
 	debug.SetMemoryLimit(HeapFor(job, pack))
 	debug.SetGCPercent(collectAt)
-	tree := os.NewFile(TreeFD, "tree")
 	// A file is never larger than all of them may be.
 	grant := jail.Grant{
 		Memory:   uint64(MemoryFor(job, pack)),
@@ -198,7 +184,7 @@ func run(args []string) error {
 		return unpack.Layer(context.Background(), tree, blob, job)
 	}
 	if pack {
-		data, out := os.NewFile(DataFD, "data"), os.NewFile(OutFD, "tree")
+		data, out := inherited(Data, "data"), inherited(Out, "tree")
 		grant.OnlyData = true
 		grant.FileSize += uint64(min(job.Limits.Entries, job.Limits.Tar/512))*blockSize + treeSize
 		layer = func(blob io.Reader) (unpack.Result, error) {
@@ -241,7 +227,7 @@ const (
 func answer(out io.Writer, job *unpack.Job, layer func() (unpack.Result, error)) error {
 	var read, steps atomic.Int64
 	job.Progress = func(n int) { read.Add(int64(n)); steps.Add(1) }
-	w := wire.NewWriter(out)
+	w := NewWriter(out)
 	w.Gunzip(inflate.Gunzip()) // in case the process dies before its result
 	stop := report(w, &read, &steps)
 	result, err := layer()
@@ -256,7 +242,7 @@ func answer(out io.Writer, job *unpack.Job, layer func() (unpack.Result, error))
 }
 
 // report reports progress until stop is called. Nothing is written after that.
-func report(w *wire.Writer, read, steps *atomic.Int64) (stop func() error) {
+func report(w *Writer, read, steps *atomic.Int64) (stop func() error) {
 	quit := make(chan struct{})
 	var failed error
 	var done sync.WaitGroup

@@ -71,7 +71,7 @@ A node that has no layer of an image pulls it and starts a container (`+"`contri
 
 - %s
 - The registry is in another network namespace. Its link has a token bucket filter with the row's rate, and each request waits 20 ms.
-- "berth lazy" has the index of the layer from an earlier pull (lazy.policy = "indexed"). The image itself was removed.
+- "berth lazy" has the index of the layer from an earlier pull (lazy.policy = "on"). The image itself was removed.
 - "until it serves" begins with PullImage, and ends with the first answer of the server: HTTP 200, or PONG from redis.
 - "Reads that waited" had to wait for content that was not fetched yet. Each start knows which parts earlier starts have waited for: the first one is not counted. The limit of 99 %% is the bound of a bucket of berth's metric.
 - "until the image is complete" has the same beginning. Without lazy layers that is the end of PullImage.

@@ -95,13 +95,41 @@ const drawingsHeading = "## Where the time goes\n"
 
 // markdown writes the page. checkpoints is its section about checkpoints; empty: none.
 func (p Page) markdown(out *bytes.Buffer, checkpoints string) error {
-	fmt.Fprintf(out, `# Performance
+	fmt.Fprint(out, `# Performance
 
-For everyone who compares runtimes. contrib/bench writes this page. The reasons for missed goals come from integration/bench/report/why.md.
+For everyone who compares runtimes. A cell holds the median and, after the slash, the 99th percentile. A bold value reaches its goal.
+[How to read the table](#how-to-read-the-table) and [how it was measured](#measurement) are below it.
 
-%s
+`)
+	if err := Table(out, p.Results, p.Columns, func(Row) bool { return true }); err != nil {
+		return err
+	}
+	p.explain(out)
+	misses(out, Rows, p.Results, "\n## Goals that berth does not reach\n\n")
+	var names []string
+	for _, c := range p.Columns {
+		names = append(names, c.Name)
+	}
+	failures(out, Rows, p.Results, names, "\n## What failed\n\n")
+	if checkpoints != "" {
+		fmt.Fprint(out, "\n", strings.TrimRight(checkpoints, "\n"), "\n")
+	}
+	fmt.Fprint(out, "\n", drawingsHeading, "\nThe median of five pods. Berth's calls show the spans of `berth trace`.\n\n")
+	for _, d := range drawings {
+		fmt.Fprintf(out, "![%s](%s)\n\n", d.title, d.file)
+	}
+	return nil
+}
 
-How to read the table:
+// explain writes how the table was measured and what its cells mean.
+func (p Page) explain(out *bytes.Buffer) {
+	fmt.Fprintf(out, "\n## Measurement\n\n%s\n\n", strings.TrimSpace(p.Setting))
+	for _, caveat := range p.caveats() {
+		fmt.Fprintf(out, "%s\n\n", caveat)
+	}
+	fmt.Fprintf(out, `[contrib/bench](../contrib/bench) repeats all of it and writes this page. The reasons for missed goals come from integration/bench/report/why.md.
+
+## How to read the table
 
 - A cell holds the median and, after the slash, the 99th percentile. With fewer than 100 values the maximum replaces the percentile. With fewer than 10 values a cell holds the median only.
 - Parentheses hold the median in multiples of berth's median. They also hold n, the number of values, if fewer than 30. Each runtime is measured for 100 to 120 s per row.
@@ -118,30 +146,7 @@ Terms:
 - "Idle helpers" are processes that wait for the next pod. Berth keeps two launchers, which have 1.7 MiB each and share 6 MiB of program.
 - During the row of 100 idle pods no client sends requests. containerd's shims read statistics every second by default.
 - The disk is free when the runtime's directory holds no file of the image. containerd deletes before it answers, berth afterwards.
-
-[contrib/bench](../contrib/bench) repeats all of it.
-
-`, p.Setting, p.Results.QuickestPace())
-	for _, caveat := range p.caveats() {
-		fmt.Fprintf(out, "%s\n\n", caveat)
-	}
-	if err := Table(out, p.Results, p.Columns, func(Row) bool { return true }); err != nil {
-		return err
-	}
-	misses(out, Rows, p.Results, "\n## Goals that berth does not reach\n\n")
-	var names []string
-	for _, c := range p.Columns {
-		names = append(names, c.Name)
-	}
-	failures(out, Rows, p.Results, names, "\n## What failed\n\n")
-	if checkpoints != "" {
-		fmt.Fprint(out, "\n", strings.TrimRight(checkpoints, "\n"), "\n")
-	}
-	fmt.Fprint(out, "\n", drawingsHeading, "\nThe median of five pods. Berth's calls show the spans of `berth trace`.\n\n")
-	for _, d := range drawings {
-		fmt.Fprintf(out, "![%s](%s)\n\n", d.title, d.file)
-	}
-	return nil
+`, p.Results.QuickestPace())
 }
 
 // caveats returns the limits of the measurement.

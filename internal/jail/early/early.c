@@ -19,7 +19,7 @@
 #endif
 
 enum {
-	tree = 3,                // worker.TreeFD
+	tree = 3,                // jail.TreeFD
 	stack_size = 256 * 1024, // of threads: reserved memory counts for the limit
 };
 

@@ -62,7 +62,7 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 		))
 	}
 	if n.Network.List != nil {
-		return append(append(findings, ok(subject, "built-in")), checkOwnNetwork(network)...)
+		return append(findings, ok(subject, "built-in"))
 	}
 	return append(findings, ok(subject, "%s from %s: %s", info.Network, info.File, strings.Join(info.Plugins, ", ")))
 }
@@ -80,19 +80,4 @@ func setRanges(network *cni.Network, root string) error {
 	}
 	network.SetIPRanges(ranges)
 	return nil
-}
-
-// checkOwnNetwork reports obstacles to pods of the built-in network.
-func checkOwnNetwork(network *cni.Network) (findings []Finding) {
-	const subject = "built-in network"
-	obstacles, err := network.Obstacles()
-	if err != nil {
-		findings = append(findings,
-			lacking(Warning, subject, err.Error(),
-				"repair that, and run berth check again: obstacles such as firewalls were not examined"))
-	}
-	for _, o := range obstacles {
-		findings = append(findings, lacking(Warning, subject, o.Problem, o.Fix))
-	}
-	return findings
 }

@@ -7,8 +7,8 @@ import (
 	"io/fs"
 	"os"
 
-	"berth/image"
 	"berth/image/layer"
+	"berth/image/lazy"
 )
 
 // Bytes: the content of each layer is unchanged. It has as many files and bytes as when it was
@@ -60,7 +60,7 @@ func compareBytes(ctx context.Context, f *facts, report *Report) error {
 
 // compareIndexes checks that each index of a blob is valid. No image needs one.
 func compareIndexes(f *facts, d *finder) error {
-	damaged, err := image.InspectIndexes(f.imageRoot())
+	damaged, err := lazy.Inspect(f.imageRoot())
 	if err != nil {
 		return err
 	}

@@ -15,7 +15,7 @@ import (
 
 	"github.com/moby/sys/mountinfo"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/cmd/node"
 	"berth/cni"
 	"berth/image"
@@ -34,7 +34,7 @@ type facts struct {
 	pods       map[string]*state.FoundPod
 	containers map[string]*state.FoundContainer
 	images     map[string]*image.Recorded
-	surveys    []checkpoint.Survey
+	surveys    []record.Survey
 
 	// From the machine.
 	daemon       int             // process ID, 0: not running

@@ -40,7 +40,7 @@ var (
 	inState  = []string{"c", "cni", "libcontainer", "nri", "oci", "pods", "lock", "identity", "run-id", "debug.sock"}
 	inImages = []string{"records", "signatures", "layers", "joins", "tmp", "trash", "empty-directory", "erofs",
 		"partial", // of failed pulls: see comparePartial
-		"bans",    // of peers
+		"bans",    // of builds before 0.3.0; nothing reads them
 		"indexes"} // of blobs, see compareIndexes
 	inErofs = []string{"layers", "joins", "lazy", "tmp", "trash", "empty-erofs"}
 )

@@ -17,7 +17,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint"
+	"berth/checkpoint/record"
 	"berth/cmd/config"
 	"berth/cmd/node"
 	"berth/cni"
@@ -62,7 +62,7 @@ func healthy(t *testing.T) *facts {
 	}
 	f.images = map[string]*image.Recorded{imageID: {ID: imageID, Tags: []string{"a:1"}, Layers: []digest.Digest{layerOne}, Sequence: 1}}
 	f.layers = &layer.Survey{Layers: map[digest.Digest]layer.Stored{layerOne: {Dir: dir + "/none"}}, Damaged: map[string]error{}}
-	f.surveys = []checkpoint.Survey{{}}
+	f.surveys = []record.Survey{{}}
 	f.netns = []string{netns}
 	f.results = []cni.CachedResult{{File: "result", PodID: podID, Network: "net", IPs: []string{"10.0.0.2"}}}
 	f.reservations = []cni.Reservation{{File: "10.0.0.2", IP: "10.0.0.2", PodID: podID}}
@@ -262,7 +262,7 @@ var differences = []difference{
 	}, []string{"fds: the daemon: expected a number of descriptors"}},
 
 	{"a damaged record", func(_ *testing.T, f *facts) {
-		f.surveys[0].Damaged = []checkpoint.Damaged{{Path: "x", Err: checkpoint.ErrCorrupt}}
+		f.surveys[0].Damaged = []record.Damaged{{Path: "x", Err: record.ErrCorrupt}}
 	}, []string{"records: x: expected a valid record, found record is damaged"}},
 	{"a quarantined record", func(_ *testing.T, f *facts) { f.surveys[0].SetAside = []string{"x"} }, []string{"records: x: expected no quarantined record"}},
 	{"a newer record", func(_ *testing.T, f *facts) { f.surveys[0].Newer = []string{"x"} }, []string{"records: x: expected a record of this version"}},

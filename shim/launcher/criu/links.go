@@ -1,0 +1,83 @@
+package criu
+
+import (
+	"encoding/binary"
+	"fmt"
+	"os"
+	"strings"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/encoding/protowire"
+
+	"berth/internal/safefs"
+)
+
+// Fields of a mount, and the number of the proc filesystem (criu/images/mnt.proto).
+const (
+	mountKind  = 1
+	mountFlags = 5
+	mountPoint = 7
+	external   = 13 // the launcher supplies it (ext_mount)
+	externalBy = 18 // the same (ext_key)
+	procKind   = 1
+)
+
+// WithoutLinks returns the images of mounts in the directory images by name, with the option
+// nosymfollow for each mount. CRIU then mounts them with it, and follows no symbolic link in them.
+// proc filesystems and the root filesystem keep their options.
+//
+// CRIU mounts what the launcher supplies, and then sets the options, but not if they equal those of
+// another mount of the same files. So such mounts also get options that the kernel ignores, in
+// different combinations.
+func WithoutLinks(images *os.File) (map[string][]byte, error) {
+	dir, err := safefs.OpenDir(images, "")
+	if err != nil {
+		return nil, fmt.Errorf("open images of a checkpoint: %w", err)
+	}
+	defer dir.Close() // it was only read
+	changed, supplied := map[string][]byte{}, 0
+	err = dir.EachName(func(name string) error {
+		if !strings.HasPrefix(name, mountsPrefix) {
+			return nil
+		}
+		out := binary.LittleEndian.AppendUint32(nil, commonMagic)
+		out = binary.LittleEndian.AppendUint32(out, mountsMagic)
+		err := eachMessage(dir, name, mountsMagic, func(data []byte) error {
+			f, err := decode(data)
+			if err != nil {
+				return err
+			}
+			if f.numbers[mountKind] != procKind && string(f.texts[mountPoint]) != "/" {
+				options := f.numbers[mountFlags] | unix.MS_NOSYMFOLLOW
+				if f.numbers[external] != 0 || f.texts[externalBy] != nil {
+					options |= combination(supplied)
+					supplied++
+				}
+				// The last value of a field counts.
+				data = protowire.AppendTag(data, mountFlags, protowire.VarintType)
+				data = protowire.AppendVarint(data, options)
+			}
+			out = binary.LittleEndian.AppendUint32(out, uint32(len(data)))
+			out = append(out, data...)
+			return nil
+		})
+		changed[name] = out
+		return err
+	})
+	return changed, err
+}
+
+// ignored are options of filesystems. The kernel ignores them for one mount (MS_REMOUNT with
+// MS_BIND).
+var ignored = []uint64{unix.MS_SYNCHRONOUS, unix.MS_MANDLOCK, unix.MS_DIRSYNC, unix.MS_SILENT, unix.MS_POSIXACL,
+	unix.MS_I_VERSION, unix.MS_LAZYTIME}
+
+// combination returns the nth combination of ignored options. They repeat after 128.
+func combination(n int) (options uint64) {
+	for i, option := range ignored {
+		if n>>i&1 != 0 {
+			options |= option
+		}
+	}
+	return options
+}
