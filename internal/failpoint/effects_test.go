@@ -77,9 +77,9 @@ const (
 // unmarked are functions with effects that are not each between two failpoints, with these effects
 // and the reason.
 var unmarked = map[string]string{
-	"checkpoint.OpenDir: os.MkdirAll":               again,
-	"checkpoint.removeIfExists: os.Remove":          byCaller,
-	"checkpoint.replace: os.Rename .removeIfExists": "the second only after an error of the first",
+	"checkpoint/record.OpenDir: os.MkdirAll":               again,
+	"checkpoint/record.removeIfExists: os.Remove":          byCaller,
+	"checkpoint/record.replace: os.Rename .removeIfExists": "the second only after an error of the first",
 
 	"cni.Add: lib.AddNetworkList":              "each plugin is between points, and so is the result",
 	"cni.delStale: lib.DelNetworkList":         "each plugin is between points",
@@ -114,8 +114,8 @@ var unmarked = map[string]string{
 	"image/layer.Remove: parent.RemoveAllUntil":                           byCaller,
 	"image/layer.Remove: os.RemoveAll":                                    byCaller,
 	"image/erofs.unnamed: unix.Open":                                      "a file without a name, which goes with the process",
-	"image/lazy.unnamed: unix.Open":                                       "a file without a name, which goes with the process",
-	"image/lazy.load: os.OpenFile os.OpenFile":                            "it creates nothing",
+	"image/lazy/fill.unnamed: unix.Open":                                  "a file without a name, which goes with the process",
+	"image/lazy/fill.load: os.OpenFile os.OpenFile":                       "it creates nothing",
 	"image/layer.makeTree: os.Mkdir unix.Chmod":                           unnamed,
 	"image/layer.writeRecord: os.WriteFile":                               byCaller,
 	"image/layer.open: os.MkdirAll":                                       again,
