@@ -69,7 +69,7 @@ func TestRecords(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := c.Processes
+	want := c.PIDs
 	if string(got.Encode()) != string(want.Encode()) {
 		t.Errorf("ReadShim = %+v, want %+v", got, want)
 	}
