@@ -57,7 +57,8 @@ func tableOf(l registry.Layer) string {
 // createByTable creates a layer from the table of contents of its blob. The registry of the pull
 // must send the table, so it has at least this part of the blob, and lets the pull have it. If the
 // table is a blob of its own, the registry must also send a part of the layer's blob.
-func (z *Layers) createByTable(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer) error {
+func (z *Layers) createByTable(ctx context.Context, store *layer.Store, repo *registry.Repository,
+	l registry.Layer) error {
 	src, done := z.use(SourceOf(l), l.Blob.Size)
 	defer done()
 	p := &place{repo: repo}
@@ -200,8 +201,8 @@ func (z *Layers) prover(from layer.Source, blobSize int64, table *layer.TOC) fil
 				}
 				return z.layers.Prove(ctx, from.Name(), blob, limits)
 			})
-			again := false
-			if more, again = b.Grow(more, had, err); again {
+			var grows bool
+			if more, grows = b.Grow(more, had, err); grows {
 				continue
 			}
 			if err != nil && layer.RejectsContent(err) && !errdefs.IsUnwritable(err) { // of the right blob

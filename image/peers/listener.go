@@ -57,7 +57,8 @@ type handshake struct {
 // address is that of a member.
 func newMemberListener(of net.Listener, config *tls.Config, limit time.Duration, places int, known func(net.Addr) bool,
 	life *task.Lifetime, log *slog.Logger) *memberListener {
-	return &memberListener{Listener: of, config: config, limit: limit, places: fair.NewSlots(places), known: known, life: life,
+	return &memberListener{Listener: of, config: config, limit: limit, places: fair.NewSlots(places), known: known,
+		life: life,
 		log: log, accepted: make(chan net.Conn), closed: make(chan struct{})}
 }
 

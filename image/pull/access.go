@@ -133,7 +133,8 @@ func (p *Puller) use(ctx context.Context, a *access, l registry.Layer, from imag
 		"layer", l.Blob.Digest)
 	key := flightKey{domain: ref.Domain, repository: ref.Name(), blob: l.Blob.Digest, diffID: l.DiffID}
 	return p.share(ctx, a, key, l, track, func(ctx context.Context, received *transfer) error {
-		return p.retry(ctx, "layer "+l.Blob.Digest.String(), attempt{registry: true}, func(at attempt) (left options, err error) {
+		first := attempt{registry: true}
+		return p.retry(ctx, "layer "+l.Blob.Digest.String(), first, func(at attempt) (left options, err error) {
 			received.reset()
 			blob, err := a.repo.Blob(ctx, l.Blob, at.host, func(n int) { received.at.Add(int64(n)) })
 			if err != nil {

@@ -131,9 +131,10 @@ func (p *Puller) loadArchive(ctx context.Context, what string, from *archive.Arc
 			return added, err
 		}
 		tracks := track.setLayers(img.Layers)
-		one, err := p.add(ctx, what, img.Image, as, nil, func(ctx context.Context, store *layer.Store, _ attempt, i int) error {
+		get := func(ctx context.Context, store *layer.Store, _ attempt, i int) error {
 			return p.loadLayer(ctx, store, from, img.Layers[i], tracks[i])
-		})
+		}
+		one, err := p.add(ctx, what, img.Image, as, nil, get)
 		if err != nil {
 			return added, err
 		}
@@ -155,7 +156,8 @@ func (p *Puller) loadLayer(ctx context.Context, store *layer.Store, from *archiv
 		return err
 	}
 	present := store.Has(lazy.SourceOf(l).Name())
-	err := p.retry(ctx, "layer "+l.Blob.Digest.String(), attempt{registry: true}, func(at attempt) (left options, err error) {
+	first := attempt{registry: true}
+	err := p.retry(ctx, "layer "+l.Blob.Digest.String(), first, func(at attempt) (left options, err error) {
 		blob, err := from.Blob(l.Blob)
 		if err != nil {
 			return left, err

@@ -124,7 +124,8 @@ func (d *download) fromPeer(at attempt) (left options, err error) {
 // unpackShared stores a layer that a peer sends. It asks for the tar after it has got a slot and
 // memory, because peers have few uploads. It returns the limits of the layer, and the tar, or nil
 // if no peer sends it.
-func (d *download) unpackShared(ctx context.Context, more budget.Shortage) (had unpack.Limits, from *peerTar, err error) {
+func (d *download) unpackShared(ctx context.Context, more budget.Shortage) (had unpack.Limits, from *peerTar,
+	err error) {
 	l := d.layer
 	had, err = d.p.budget.Run(ctx, d.key.Registry, "layer "+l.DiffID.String(), more, func(limits unpack.Limits) error {
 		reading, stop := context.WithCancel(ctx)

@@ -29,7 +29,8 @@ func (p *Puller) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConf
 }
 
 // PullFor is Pull for a pod in a namespace, which may have a signature policy of its own.
-func (p *Puller) PullFor(ctx context.Context, namespace, ref string, auth *runtimeapi.AuthConfig) (*image.Image, error) {
+func (p *Puller) PullFor(ctx context.Context, namespace, ref string,
+	auth *runtimeapi.AuthConfig) (*image.Image, error) {
 	track, err := p.pulls.start(ref)
 	if err != nil {
 		return nil, fmt.Errorf("pull %s: %w", ref, err)

@@ -101,7 +101,7 @@ func (d *download) fromRegistry(at attempt) (left options, err error) {
 	if err == nil { // unread if another pull created the layer meanwhile
 		_, err = io.Copy(io.Discard, blob)
 	}
-	grows := false
+	var grows bool
 	left.more, grows = p.budget.Grow(at.more, had, err)
 	if !grows {
 		err = d.blame(blob, err)
