@@ -59,7 +59,7 @@ func newMemberListener(of net.Listener, config *tls.Config, limit time.Duration,
 	life *task.Lifetime, log *slog.Logger) *memberListener {
 	return &memberListener{Listener: of, config: config, limit: limit, places: fair.NewSlots(places), known: known,
 		life: life,
-		log: log, accepted: make(chan net.Conn), closed: make(chan struct{})}
+		log:  log, accepted: make(chan net.Conn), closed: make(chan struct{})}
 }
 
 // run begins handshakes until the listener is closed.
