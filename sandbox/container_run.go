@@ -101,7 +101,7 @@ func (m *Manager) podForStart(c lockedContainer) (*pod, error) {
 		err = m.filesUsable(c)
 	}
 	if err == nil && c.Restore != nil {
-		err = m.restorer.restorePermitted(!p.Sandboxed())
+		err = m.restorer.restorePermitted(!p.Sandboxed(), p.Mappings != nil)
 	}
 	return p, err
 }

@@ -584,7 +584,7 @@ func withFakes(t *testing.T, test func(t *testing.T, m *Manager, f *fakeHost)) {
 	synctest.Test(t, func(t *testing.T) {
 		log := slog.New(slog.DiscardHandler)
 		tasks := task.NewRunner(log, nil)
-		config := Config{Root: t.TempDir(), Handler: "berth", TrustRestores: true, Log: log}
+		config := Config{Root: t.TempDir(), Handler: "berth", Restores: state.RestoreTrusted, Log: log}
 		f := &fakeHost{t: t, fail: map[string]int{}, pods: map[string]state.Phase{}, containers: map[string]state.Phase{},
 			running: map[string]proto.PIDs{}, ended: map[string]chan struct{}{}, tasks: tasks}
 		handlers, err := handler.Open(t.Context(), handler.Options{BuiltIn: "berth", Tasks: tasks, Log: log})

@@ -44,7 +44,7 @@ type Config struct {
 	Host           host.Facts                // from host.Detect
 	CDI            runtime.CDIDirs           // directories of CDI device specs
 	CRIU           string                    // path of CRIU; empty: found in PATH
-	TrustRestores  bool                      // CRIU may restore processes, which it trusts with root on the node
+	Restores       state.RestoreMode         // which containers CRIU may restore
 	Unpacker       runtime.Unpacker          // berth-unpack
 	OwnDevices     bool                      // devices belong to the user and group of the security context
 	Defaults       oci.Defaults              // of all containers

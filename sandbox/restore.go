@@ -16,6 +16,7 @@ import (
 	"berth/internal/rootfs"
 	"berth/internal/task"
 	"berth/internal/trace"
+	"berth/oci"
 	"berth/sandbox/state"
 )
 
@@ -75,7 +76,11 @@ func (k *restorer) checkRestore(r state.RestoreRequest) error {
 	if err != nil {
 		return err
 	}
-	if err := k.restorePermitted(h.IsBuiltIn()); err != nil {
+	mappings, err := oci.UserNamespace(r.Config)
+	if err != nil {
+		return err
+	}
+	if err := k.restorePermitted(h.IsBuiltIn(), mappings != nil); err != nil {
 		return err
 	}
 	var names []string
@@ -98,12 +103,13 @@ func (k *restorer) checkRestore(r state.RestoreRequest) error {
 	return nil
 }
 
-// restorePermitted refuses restores by CRIU, unless the configuration trusts the saved processes.
-func (k *restorer) restorePermitted(byCRIU bool) error {
-	if byCRIU && !k.m.cfg.TrustRestores {
-		return state.RestoreOff()
+// restorePermitted refuses restores by CRIU that the configuration does not permit. mapped: the pod
+// has a user namespace.
+func (k *restorer) restorePermitted(byCRIU, mapped bool) error {
+	if !byCRIU {
+		return nil
 	}
-	return nil
+	return k.m.cfg.Restores.Permit(mapped)
 }
 
 // restorePod creates a pod and its containers from a checkpoint. It runs in a separate goroutine
@@ -212,8 +218,8 @@ func directories(a *archive.Archive, configs []*runtimeapi.ContainerConfig) ([]s
 func (k *restorer) fillPod(
 	ctx context.Context, p *pod, r state.RestoreRequest, a *archive.Archive, names []string,
 ) error {
-	if p.Mappings != nil {
-		return errdefs.FailedPrecondition("a restore does not support user namespaces")
+	if p.Mappings != nil && a.Manifest.Runtime != "" {
+		return errdefs.FailedPrecondition("a restore of gVisor does not support user namespaces")
 	}
 	if err := k.m.control.lockPod(ctx, p, "restore", func(p lockedPod) error { return k.m.bringUp(ctx, p) }); err != nil {
 		return err

@@ -173,7 +173,7 @@ func TestRestoresAreOff(t *testing.T) {
 			}
 		}
 		_, containers := restorePod(t, m)
-		m.cfg.TrustRestores = false
+		m.cfg.Restores = state.RestoreOff
 		f.forget()
 		wantOff(m.StartContainer(t.Context(), containers[0].ID))
 		info, err := m.Container(containers[0].ID)
@@ -186,12 +186,12 @@ func TestRestoresAreOff(t *testing.T) {
 		_, _, err = m.RestorePod(t.Context(), r)
 		wantOff(err)
 		wantCalled(t, f, false, "import", "launch", "record container starting")
-		m.cfg.TrustRestores = true
+		m.cfg.Restores = state.RestoreTrusted
 		testutil.Must(t, m.StartContainer(t.Context(), containers[0].ID))
 	})
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		withSandboxes(t, m)
-		m.cfg.TrustRestores, f.savedBy = false, "runsc version 1"
+		m.cfg.Restores, f.savedBy = state.RestoreOff, "runsc version 1"
 		r := restoreRequest()
 		r.Handler, r.Containers = "gvisor", r.Containers[:1]
 		_, containers, err := m.RestorePod(t.Context(), r)

@@ -38,6 +38,7 @@ func Compare(a *archive.Archive, r Request) error {
 	} else {
 		differences = append(differences, mountDifferences(&dumped, r.Spec)...)
 	}
+	differences = append(differences, mappingDifferences(&dumped, r.Spec)...)
 	if image := imageOf(a, r.Entry); image != r.ImageID {
 		differences = append([]string{fmt.Sprintf("image: the checkpoint has %s, the request %s", image, r.ImageID)}, differences...)
 	}
@@ -135,6 +136,21 @@ func rightsDifferences(have, want *specs.Spec) (differences []string) {
 		}
 	}
 	return differences
+}
+
+// mappingDifferences compares the user namespaces. The writable layer and /dev/shm have the node's
+// IDs of the saved pod, and berth does not change them.
+func mappingDifferences(have, want *specs.Spec) []string {
+	mappings := func(spec *specs.Spec) string {
+		if spec.Linux == nil || len(spec.Linux.UIDMappings) == 0 {
+			return "none"
+		}
+		return fmt.Sprintf("users %v, groups %v", spec.Linux.UIDMappings, spec.Linux.GIDMappings)
+	}
+	if x, y := mappings(have), mappings(want); x != y {
+		return []string{fmt.Sprintf("user namespace: the checkpoint has %s, the request %s", x, y)}
+	}
+	return nil
 }
 
 // sandboxMountDifferences compares the mounts of a saved sandbox with those of the request. They

@@ -20,9 +20,15 @@ func init() {
 	}
 }
 
+// helpers are what a launcher runs this program for in another namespace, by their first argument.
+var helpers = map[string]func(args []string) error{
+	proto.RaiseLastPID: launcher.RaiseLastPID,
+	proto.ReplaceProc:  launcher.ReplaceProc,
+}
+
 func main() {
-	if len(os.Args) > 1 && os.Args[1] == proto.RaiseLastPID {
-		if err := launcher.RaiseLastPID(os.Args[2:]); err != nil {
+	if len(os.Args) > 1 && helpers[os.Args[1]] != nil {
+		if err := helpers[os.Args[1]](os.Args[2:]); err != nil {
 			fmt.Fprintln(os.Stderr, "berth-shim:", err)
 			os.Exit(1)
 		}

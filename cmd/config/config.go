@@ -119,7 +119,7 @@ type Config struct {
 	SignatureVerifyPath    string   `key:"signature.verify_path" path:"optional" reload:"true" doc:"Path of the program berth-verify, which checks signatures. Empty: beside the program berthd, else in PATH."`
 
 	CheckpointCRIU    string `key:"checkpoint.criu" path:"optional" doc:"Path of the program criu, 4.1.1 or newer, which checkpoints and restores containers. Empty: found in PATH. Without it only checkpoints and restores fail."`
-	CheckpointRestore string `key:"checkpoint.restore" default:"off" oneof:"off,trusted" doc:"Whether CRIU may restore checkpoints. trusted trusts the saved processes with root on the node: read docs/checkpoint.md first. It restores only what was signed with checkpoint.key. off: such restores are refused. Restores of gVisor do not need it."`
+	CheckpointRestore string `key:"checkpoint.restore" default:"off" oneof:"off,userns,trusted" doc:"Which signed checkpoints CRIU may restore. off: none. userns: those of pods with hostUsers: false, in their user namespace. trusted: all; it trusts their processes with root on the node: read docs/checkpoint.md first. gVisor does not need it."`
 
 	DiskReservePercent    int `key:"disk.reserve_percent" old:"disk_reserve_percent" default:"5" min:"0" max:"90" doc:"Share of the filesystem of images that pulls leave free, in percent of its bytes and of its inodes. A pull that reaches the reserve fails with ResourceExhausted, and its partial layers are deleted. 0: no reserve."`
 	DiskReserveBytes      int `key:"disk.reserve_bytes" old:"disk_reserve_bytes" default:"4294967296" min:"0" doc:"Upper limit in bytes of the reserve that disk.reserve_percent sets. The upper limit for inodes is 65536."`

@@ -38,8 +38,6 @@ func TestRefusalsNameTheCause(t *testing.T) {
 	card := filepath.Join(t.TempDir(), "card0")
 	harness.Must(t, os.WriteFile(card, nil, 0o600))
 	none := func(*runtimeapi.PodSandboxConfig) {}
-	ids := []*runtimeapi.IDMapping{{HostId: 3 << 16, ContainerId: 0, Length: 1 << 16}}
-	mappings := &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_POD, Uids: ids, Gids: ids}
 	for _, test := range []struct {
 		name, want string
 		pod        harness.PodOption
@@ -53,12 +51,6 @@ func TestRefusalsNameTheCause(t *testing.T) {
 		}},
 		{"deep directory", "nested deeper than", none,
 			harness.Script("i=0; while [ $i -lt 300 ]; do mkdir d && cd d || exit 1; i=$((i+1)); done; echo ready; exec sleep 100000")},
-		{"user namespace", "it has a user namespace", func(c *runtimeapi.PodSandboxConfig) {
-			c.Linux.SecurityContext.NamespaceOptions.UsernsOptions = mappings
-		}, func(c *runtimeapi.ContainerConfig) {
-			harness.Script("echo ready; exec sleep 100000")(c)
-			c.Linux.SecurityContext.NamespaceOptions.UsernsOptions = mappings
-		}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			pod := d.RunPod(t, test.pod)

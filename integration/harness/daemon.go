@@ -75,14 +75,27 @@ func WithConfig(lines ...string) DaemonOption {
 	return func(_ *testing.T, d *Daemon) { d.Extra = append(d.Extra, lines...) }
 }
 
-// WithCRIU makes a daemon use CRIU, also to restore. It skips the test if there is none.
+// WithCRIU makes a daemon use CRIU, also to restore all pods. It skips the test if there is none.
 func WithCRIU(t *testing.T) DaemonOption {
+	t.Helper()
+	return WithConfig(useCRIU(t), TrustedRestores)
+}
+
+// WithUsernsCRIU makes a daemon use CRIU, and restore only pods with a user namespace. It skips the
+// test if there is none.
+func WithUsernsCRIU(t *testing.T) DaemonOption {
+	t.Helper()
+	return WithConfig(useCRIU(t), `checkpoint.restore = "userns"`)
+}
+
+// useCRIU is the configuration that names CRIU.
+func useCRIU(t *testing.T) string {
 	t.Helper()
 	path := os.Getenv("BERTH_TEST_CRIU")
 	if path == "" {
 		t.Skip("NOT TESTED: no CRIU (BERTH_TEST_CRIU)")
 	}
-	return WithConfig(fmt.Sprintf("checkpoint.criu = %q", path), TrustedRestores)
+	return fmt.Sprintf("checkpoint.criu = %q", path)
 }
 
 // TrustedRestores is the configuration that permits restores by CRIU.

@@ -36,11 +36,28 @@ func (d Dirs) CheckpointOf(podID string, r *Restore) string {
 	return filepath.Join(d.Checkpoint(podID), r.Name)
 }
 
-// RestoreOff is the error for restores by CRIU while the configuration does not permit them:
-// FailedPrecondition.
-func RestoreOff() error {
-	return errdefs.FailedPrecondition("checkpoint.restore is off: CRIU restores processes as root and trusts what they had in memory. " +
-		`Read docs/checkpoint.md before you set checkpoint.restore = "trusted"`)
+// RestoreMode says which containers CRIU may restore (checkpoint.restore).
+type RestoreMode string
+
+const (
+	RestoreOff     RestoreMode = "off"     // none
+	RestoreUserns  RestoreMode = "userns"  // those of pods with a user namespace, inside of it
+	RestoreTrusted RestoreMode = "trusted" // others too, which CRIU trusts with root on the node
+)
+
+// Permit returns FailedPrecondition if CRIU may not restore containers of a pod. mapped: the pod
+// has a user namespace.
+func (m RestoreMode) Permit(mapped bool) error {
+	switch {
+	case m == RestoreTrusted || m == RestoreUserns && mapped:
+		return nil
+	case m == RestoreUserns:
+		return errdefs.FailedPrecondition("checkpoint.restore is userns, and the pod has no user namespace (hostUsers: false): " +
+			"CRIU would restore its processes as root of the node, and trust what they had in memory. " +
+			`Read docs/checkpoint.md before you set checkpoint.restore = "trusted"`)
+	}
+	return errdefs.FailedPrecondition("checkpoint.restore is off: CRIU trusts what the processes had in memory. " +
+		"Read docs/checkpoint.md before you change checkpoint.restore")
 }
 
 // CheckRestorable refuses settings of a container that CRIU cannot restore: FailedPrecondition.

@@ -33,6 +33,8 @@ func (c *launch) newBackend() backend {
 	switch {
 	case c.Runtime != nil:
 		return &ociBackend{launch: c}
+	case c.Restore != nil && isMapped(c.Spec):
+		return &mappedRestore{restoreBackend: restoreBackend{libcontainerBackend: libcontainerBackend{launch: c}}}
 	case c.Restore != nil:
 		return &restoreBackend{libcontainerBackend: libcontainerBackend{launch: c}}
 	case c.Pause == proto.PlainPause:

@@ -56,20 +56,31 @@ func (b *restoreBackend) joinKeyring() error {
 	return err
 }
 
-// dropRights removes capabilities from this thread's bounding set: those that neither CRIU nor the
-// container needs. A spec without capabilities leaves all.
-func (b *restoreBackend) dropRights() error {
+// uselessInside are those of restoringRights that are of no use in a pod's user namespace.
+var uselessInside = []capability.Cap{capability.CAP_NET_ADMIN, capability.CAP_SYS_TIME, capability.CAP_MKNOD}
+
+// needless returns the capabilities that neither CRIU, which needs those in needed, nor the
+// container needs. For a spec without capabilities it is none.
+func (b *restoreBackend) needless(needed []capability.Cap) ([]capability.Cap, error) {
 	given := b.Spec.Process.Capabilities
 	if given == nil {
-		return nil
+		return nil, nil
 	}
 	all, err := capability.ListSupported()
 	if err != nil {
-		return fmt.Errorf("list capabilities: %w", err)
+		return nil, fmt.Errorf("list capabilities: %w", err)
 	}
-	drop := slices.DeleteFunc(all, func(c capability.Cap) bool {
-		return slices.Contains(restoringRights, c) || slices.Contains(given.Bounding, "CAP_"+strings.ToUpper(c.String()))
-	})
+	return slices.DeleteFunc(all, func(c capability.Cap) bool {
+		return slices.Contains(needed, c) || slices.Contains(given.Bounding, "CAP_"+strings.ToUpper(c.String()))
+	}), nil
+}
+
+// dropRights removes the needless capabilities from this thread's bounding set.
+func (b *restoreBackend) dropRights() error {
+	drop, err := b.needless(restoringRights)
+	if err != nil {
+		return err
+	}
 	failpoint.Reach("launcher.drop-capabilities")
 	err = capability.DropBound(drop...)
 	failpoint.Reach("launcher.capabilities-dropped")

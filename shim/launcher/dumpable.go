@@ -19,9 +19,6 @@ import (
 // checkDumpable refuses containers that CRIU cannot dump or that could not be restored, before they
 // are frozen. The error is FailedPrecondition and names the cause.
 func (d *dump) checkDumpable() error {
-	if d.config.Namespaces.PathOf(configs.NEWUSER) != "" {
-		return proto.Errorf(proto.FailedPrecondition, "it has a user namespace, which cannot be restored")
-	}
 	for _, pid := range d.pids {
 		why, err := undumpable(pid)
 		if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ESRCH) {

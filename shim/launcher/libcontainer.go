@@ -56,14 +56,19 @@ func (b *libcontainerBackend) prepare() (err error) {
 // withoutMappings returns the spec, without ID mappings if the container joins a user namespace.
 // libcontainer reads the mappings from the namespace and warns if the spec has them, too.
 func withoutMappings(spec *specs.Spec) *specs.Spec {
-	joins := func(ns specs.LinuxNamespace) bool { return ns.Type == specs.UserNamespace && ns.Path != "" }
-	if !slices.ContainsFunc(spec.Linux.Namespaces, joins) {
+	if !isMapped(spec) {
 		return spec
 	}
 	changed, linux := *spec, *spec.Linux
 	linux.UIDMappings, linux.GIDMappings = nil, nil
 	changed.Linux = &linux
 	return &changed
+}
+
+// isMapped reports whether a container joins a user namespace.
+func isMapped(spec *specs.Spec) bool {
+	joins := func(ns specs.LinuxNamespace) bool { return ns.Type == specs.UserNamespace && ns.Path != "" }
+	return spec != nil && spec.Linux != nil && slices.ContainsFunc(spec.Linux.Namespaces, joins)
 }
 
 // writeBundle makes Dir the bundle of the container's hooks. Many hooks read the path of the root

@@ -76,10 +76,20 @@ func (c *launch) mountOn(layers rootfs.Spec, dir string) error {
 	}
 	failpoint.Reach("launcher.mounted")
 	c.undo.Add("unmount "+dir, func() error {
-		failpoint.Reach("launcher.unmount")
-		return ignore(unix.Unmount(dir, unix.MNT_DETACH), unix.EINVAL)
+		return inOwnMounts(func() error {
+			failpoint.Reach("launcher.unmount")
+			return ignore(unix.Unmount(dir, unix.MNT_DETACH), unix.EINVAL)
+		})
 	})
 	return nil
+}
+
+// inOwnMounts calls do in this process's own mount namespace. The calling thread may be in the
+// host's (enterHost), where a request's RootPlace is another mount.
+func inOwnMounts(do func() error) error {
+	done := make(chan error)
+	go func() { done <- do() }() // not on a locked thread
+	return <-done
 }
 
 // closeMounts closes the mounts that came with the request. The container's mounts keep references

@@ -71,7 +71,11 @@ func (b *restoreBackend) checkStructure() error {
 		return fmt.Errorf("open checkpoint: %w", err)
 	}
 	defer images.Close() // it was only read
-	err = criu.Check(images, vdso)
+	return refusal(criu.Check(images, vdso))
+}
+
+// refusal gives an error of package criu its code.
+func refusal(err error) error {
 	if refused := (*criu.Refused)(nil); errors.As(err, &refused) {
 		return proto.Errorf(proto.FailedPrecondition, "restore from the checkpoint: %v", refused)
 	}
@@ -201,12 +205,20 @@ const maxCRIULog = 1 << 20
 
 // criuCause returns the first error in CRIU's log as a suffix of an error, or "".
 func criuCause(dir string) string {
-	f, err := os.Open(filepath.Join(dir, "restore.log"))
+	f, err := os.Open(filepath.Join(dir, criuLog))
 	if err != nil {
 		return ""
 	}
 	defer f.Close()
-	text, err := io.ReadAll(io.LimitReader(f, maxCRIULog))
+	return firstError(f)
+}
+
+// criuLog is the name of CRIU's log of a restore.
+const criuLog = "restore.log"
+
+// firstError returns the first error in a log of CRIU as a suffix of an error, or "".
+func firstError(log io.Reader) string {
+	text, err := io.ReadAll(io.LimitReader(log, maxCRIULog))
 	if err != nil {
 		return ""
 	}
@@ -375,14 +387,18 @@ func (b *restoreBackend) completeProcesses(init int) error {
 	}
 	pids = slices.DeleteFunc(pids, func(pid int) bool { return pid == criu })
 	for _, pid := range pids {
-		if err := raiseOOMScore(pid, leastOOMScore(b.Spec.Process)); err != nil {
-			return err
-		}
-		if err := rearmTimers(pid); err != nil {
+		if err := b.completeProcess(pid); err != nil {
 			return err
 		}
 	}
 	return permitLinks(pids)
+}
+
+func (b *restoreBackend) completeProcess(pid int) error {
+	if err := raiseOOMScore(pid, leastOOMScore(b.Spec.Process)); err != nil {
+		return err
+	}
+	return rearmTimers(pid)
 }
 
 func (b *restoreBackend) follow() (int, *os.File, error) {

@@ -52,6 +52,10 @@ func (s LauncherSettings) Args() []string {
 // RaiseLastPID is the first argument of berth-shim when a launcher runs it to reserve process IDs.
 const RaiseLastPID = "raise-last-pid"
 
+// ReplaceProc is the first argument of berth-shim when a launcher runs it to mount the proc
+// filesystem of a restored container.
+const ReplaceProc = "replace-proc"
+
 // ParseLauncherArgs returns the settings that Args has encoded.
 func ParseLauncherArgs(args []string) (LauncherSettings, error) {
 	if len(args) != 4 || args[0] != LauncherCommand {

@@ -245,8 +245,7 @@ func (n *restoringNode) prevents(plan *restorePlan) []string {
 	case m.Runtime != version:
 		add("%q made it, and the runtime handler %q of this node has %q", m.Runtime, plan.handler, cmp.Or(version, "berth's own runtime"))
 	}
-	if userns := plan.sandbox.GetLinux().GetSecurityContext().GetNamespaceOptions().GetUsernsOptions(); userns != nil &&
-		userns.GetMode() == runtimeapi.NamespaceMode_POD {
+	if m.Runtime != "" && plan.mapped() {
 		add("the pod has a user namespace")
 	}
 	for i := range m.Containers {

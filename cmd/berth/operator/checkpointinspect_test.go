@@ -81,7 +81,8 @@ func TestCheckpointPrevents(t *testing.T) {
 			p.signer = archive.OtherNode
 		}, "signed by another node"},
 		{"image", func(n *restoringNode, _ *restorePlan) { n.images = nil }, "image busybox (6d5f7a0b3c1e) of container app"},
-		{"user namespace", func(_ *restoringNode, p *restorePlan) {
+		{"user namespace of a sandbox", func(n *restoringNode, p *restorePlan) {
+			ofSandbox(n, p)
 			p.sandbox.Linux.SecurityContext = &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: &runtimeapi.NamespaceOption{
 				UsernsOptions: &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_POD}}}
 		}, "user namespace"},

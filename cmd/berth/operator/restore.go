@@ -50,8 +50,9 @@ then the pod's ID.
 
 The images must be on this node; berth does not pull them. The file must be signed with
 the key of this node. Files that CRIU has saved need the daemon's option
-checkpoint.restore = "trusted", because CRIU trusts the saved processes with root on the
-node. Files of gVisor need no option.
+checkpoint.restore: "userns" for pods with a user namespace (hostUsers: false), and
+"trusted" for others, because CRIU trusts their processes with root on the node. Files of
+gVisor need no option.
 
 Files decide what a pod may access, so a file that gives its pod access to the node
 (mounts, devices, host network, privileges) is refused without --allow-node-access.`,
@@ -162,8 +163,10 @@ func (s restoreSettings) key() *archive.Key {
 
 // permit refuses checkpoints that the daemon refuses, whatever else they contain.
 func (s restoreSettings) permit(plan *restorePlan) error {
-	if plan.manifest.Runtime == "" && s.CheckpointRestore == "off" {
-		return state.RestoreOff()
+	if plan.manifest.Runtime == "" && s.CheckpointRestore != "" {
+		if err := state.RestoreMode(s.CheckpointRestore).Permit(plan.mapped()); err != nil {
+			return err
+		}
 	}
 	if plan.signer != archive.ThisNode {
 		return fmt.Errorf("the checkpoint is signed by %s, and berth restores only what is signed with the key of this node", plan.signer)

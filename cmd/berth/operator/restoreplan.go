@@ -29,6 +29,12 @@ type restorePlan struct {
 	handler    string
 }
 
+// mapped reports whether the pod has a user namespace.
+func (p *restorePlan) mapped() bool {
+	users := p.sandbox.GetLinux().GetSecurityContext().GetNamespaceOptions().GetUsernsOptions()
+	return users != nil && users.GetMode() == runtimeapi.NamespaceMode_POD
+}
+
 // podIdentity names a restored pod. Empty fields are those of the archive.
 type podIdentity struct{ name, namespace string }
 

@@ -544,8 +544,8 @@ func sandboxConfig(cfg *config.Config, n *node.Node, waits *task.Waits, log *slo
 
 		IgnoreVolumes: cfg.ImageVolumes == "ignore",
 
-		CRIU:          cfg.CheckpointCRIU,
-		TrustRestores: cfg.CheckpointRestore == "trusted",
+		CRIU:     cfg.CheckpointCRIU,
+		Restores: state.RestoreMode(cfg.CheckpointRestore),
 
 		Waits:     waits,
 		Log:       log,

@@ -1,13 +1,15 @@
-// Package criu runs CRIU for a dump, and reads CRIU's images before a restore.
+// Package criu runs CRIU for dumps and for restores in user namespaces, and reads CRIU's images
+// before a restore.
 //
 // # Contract
 //
-// A Process is a CRIU that answers requests of one launcher. It runs in a cgroup of its own, and
-// End leaves nothing of it.
+// A Process is a CRIU that answers requests of one launcher. That of Start runs in a cgroup of its
+// own, and End leaves nothing of it. That of StartCommand runs where the launcher wants.
 //
 // HighestPID reads the process IDs, for restores into a shared PID namespace. WithoutLinks changes
 // the images of mounts, so that CRIU follows no symbolic link in volumes while it opens files
-// there. Check refuses processes of an unusual form, as defence in depth.
+// there. Inside changes the images for a CRIU in the container's own namespaces. Check refuses
+// processes of an unusual form, as defence in depth.
 //
 // The package decodes a few fields of each image itself, because CRIU's generated types of images
 // would make the start of each launcher slower. It reads regular files of one directory, within

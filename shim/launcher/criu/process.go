@@ -18,8 +18,8 @@ import (
 	"berth/shim/proto"
 )
 
-// Process is a CRIU that the launcher controls (criu swrk). It runs in a cgroup of its own, so
-// that it can be killed with everything it started.
+// Process is a CRIU that the launcher controls (criu swrk). That of Start runs in a cgroup of its
+// own, so that it can be killed with everything it started.
 type Process struct {
 	cmd   *exec.Cmd
 	conn  *net.UnixConn
@@ -61,6 +61,30 @@ func Start(path, containerID string) (_ *Process, err error) {
 		return nil, fmt.Errorf("start CRIU: %w", errors.Join(err, p.End(0)))
 	}
 	return p, nil
+}
+
+// StartCommand starts a command that becomes CRIU (swrk 3), with more files from descriptor 4 on. The
+// caller chooses its cgroups, and ends it with Hangup instead of End.
+func StartCommand(cmd *exec.Cmd, more ...*os.File) (*Process, error) {
+	conn, theirs, err := newSocket()
+	if err != nil {
+		return nil, err
+	}
+	defer theirs.Close() // CRIU has it
+	cmd.ExtraFiles = append([]*os.File{theirs}, more...)
+	if err := cmd.Start(); err != nil {
+		return nil, fmt.Errorf("start CRIU: %w", errors.Join(err, conn.Close()))
+	}
+	return &Process{cmd: cmd, conn: conn}, nil
+}
+
+// PID returns the process ID of CRIU.
+func (p *Process) PID() int { return p.cmd.Process.Pid }
+
+// Hangup ends the connection, and waits until CRIU of StartCommand has ended.
+func (p *Process) Hangup() {
+	_ = p.conn.Close() // CRIU ends
+	_ = p.cmd.Wait()   // its answer has told the result
 }
 
 // reap waits for CRIU's end, and then ends the wait for its answer. A child of a killed CRIU may
@@ -107,6 +131,21 @@ func (p *Process) Dump(opts *rpc.CriuOpts) error {
 		err = fmt.Errorf("unexpected answer of type %v", resp.GetType())
 	}
 	failpoint.Reach("launcher.criu-dumped")
+	return err
+}
+
+// Restore restores processes. CRIU calls answer before some of its steps, and stops at its error.
+func (p *Process) Restore(opts *rpc.CriuOpts, answer func(*rpc.CriuNotify) error) error {
+	resp, err := p.request(&rpc.CriuReq{Type: ptr(rpc.CriuReqType_RESTORE), Opts: opts})
+	for err == nil && resp.GetType() == rpc.CriuReqType_NOTIFY {
+		if err := answer(resp.GetNotify()); err != nil {
+			return err
+		}
+		resp, err = p.request(&rpc.CriuReq{Type: ptr(rpc.CriuReqType_NOTIFY), NotifySuccess: ptr(true)})
+	}
+	if err == nil && resp.GetType() != rpc.CriuReqType_RESTORE {
+		err = fmt.Errorf("unexpected answer of type %v", resp.GetType())
+	}
 	return err
 }
 

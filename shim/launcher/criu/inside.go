@@ -1,0 +1,192 @@
+package criu
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"slices"
+
+	"google.golang.org/protobuf/encoding/protowire"
+
+	"berth/internal/safefs"
+)
+
+const (
+	inventoryImage = "inventory.img"
+	filesImage     = "files.img"
+	remapsImage    = "remap-fpath.img"
+	firstIDs       = "ids-1.img" // of process 1
+	inventoryMagic = 0x58313116
+	filesMagic     = 0x56303138
+	remapsMagic    = 0x59133954
+	idsMagic       = 0x54432030
+	rootIDs        = 3 // field of the inventory: the IDs of CRIU's own namespaces
+	pidNamespace   = 5 // first field with the ID of a namespace (criu/images/core.proto)
+)
+
+// mountFields are the fields with the ID of a mount, by the field of its kind in an entry of a file
+// (criu/images/fdinfo.proto): of a regular file and of a unix socket.
+var mountFields = map[protowire.Number]protowire.Number{3: 7, 16: 17}
+
+// Inside returns the images in a directory, by name, that differ for a CRIU in the container's own
+// namespaces. CRIU makes namespaces only where those of the processes differ from its own ones, as
+// it saved both. So the inventory names the container's as CRIU's own, except the PID namespace,
+// which CRIU makes. Files have no mount, because CRIU then knows no mounts. The error has the type
+// Refused if the container had no PID namespace of its own, or a deleted file was open.
+func Inside(images *os.File) (map[string][]byte, error) {
+	dir, err := safefs.OpenDir(images, "")
+	if err != nil {
+		return nil, fmt.Errorf("open images of a checkpoint: %w", err)
+	}
+	defer dir.Close() // it was only read
+	if err := refuseDeleted(dir); err != nil {
+		return nil, err
+	}
+	inventory, err := inventoryInside(dir)
+	if err != nil {
+		return nil, err
+	}
+	files, err := filesWithoutMounts(dir)
+	if err != nil {
+		return nil, err
+	}
+	return map[string][]byte{inventoryImage: inventory, filesImage: files}, nil
+}
+
+// refuseDeleted refuses processes with an open file that was deleted. CRIU makes such a file again
+// in the container's mount namespace, but deletes it in its own.
+func refuseDeleted(dir *safefs.Dir) error {
+	const kind, ghost = 3, 1
+	err := eachEntry(dir, remapsImage, remapsMagic, func(f fields) error {
+		if k, found := f.numbers[kind]; !found || k == ghost {
+			return refused("a deleted file is open")
+		}
+		return nil
+	})
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+func inventoryInside(dir *safefs.Dir) ([]byte, error) {
+	var own []byte
+	err := eachMessage(dir, firstIDs, idsMagic, func(data []byte) error {
+		own = data
+		return nil
+	})
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, refused("it has no PID namespace of its own")
+	}
+	if err != nil {
+		return nil, err
+	}
+	data, err := readInventory(dir)
+	if err != nil {
+		return nil, err
+	}
+	changed, err := replaceRootIDs(data, own)
+	if err != nil {
+		return nil, fmt.Errorf("image %s of a checkpoint: %w", inventoryImage, err)
+	}
+	return appendEntry(binary.LittleEndian.AppendUint32(nil, inventoryMagic), changed), nil
+}
+
+// filesWithoutMounts returns the image of files with the mount -1, none, for each file.
+func filesWithoutMounts(dir *safefs.Dir) ([]byte, error) {
+	out := binary.LittleEndian.AppendUint32(nil, commonMagic)
+	out = binary.LittleEndian.AppendUint32(out, filesMagic)
+	err := eachMessage(dir, filesImage, filesMagic, func(data []byte) error {
+		var entry []byte
+		err := eachField(data, func(number protowire.Number, field, value []byte) {
+			mount, found := mountFields[number]
+			if !found {
+				entry = append(entry, field...)
+				return
+			}
+			value = protowire.AppendTag(slices.Clone(value), mount, protowire.VarintType) // the last value of a field counts
+			value = protowire.AppendVarint(value, protowire.EncodeZigZag(-1))
+			entry = protowire.AppendTag(entry, number, protowire.BytesType)
+			entry = protowire.AppendBytes(entry, value)
+		})
+		out = appendEntry(out, entry)
+		return err
+	})
+	return out, err
+}
+
+// appendEntry adds an entry to an image.
+func appendEntry(image, entry []byte) []byte {
+	image = binary.LittleEndian.AppendUint32(image, uint32(len(entry)))
+	return append(image, entry...)
+}
+
+// readInventory returns the only entry of the inventory. Unlike other images it has one magic.
+func readInventory(dir *safefs.Dir) ([]byte, error) {
+	image, err := dir.OpenRegular(inventoryImage, os.O_RDONLY)
+	if err != nil {
+		return nil, fmt.Errorf("open image of a checkpoint: %w", err)
+	}
+	defer image.Close() // it was only read
+	var magic uint32
+	if err := binary.Read(image, binary.LittleEndian, &magic); err != nil || magic != inventoryMagic {
+		return nil, fmt.Errorf("image %s of a checkpoint: wrong magic %#x", inventoryImage, magic)
+	}
+	data, err := next(io.LimitReader(image, maxEntry))
+	if err != nil {
+		return nil, fmt.Errorf("image %s of a checkpoint: %w", inventoryImage, err)
+	}
+	return data, nil
+}
+
+// replaceRootIDs replaces the IDs of namespaces in the field rootIDs of an inventory by those of a
+// process.
+func replaceRootIDs(inventory, process []byte) ([]byte, error) {
+	var root bytes.Buffer
+	out := make([]byte, 0, len(inventory)+len(process))
+	err := eachField(inventory, func(number protowire.Number, field, value []byte) {
+		if number == rootIDs {
+			root.Write(value)
+			return
+		}
+		out = append(out, field...)
+	})
+	if err != nil {
+		return nil, err
+	}
+	err = eachField(process, func(number protowire.Number, field, _ []byte) {
+		if number > pidNamespace {
+			root.Write(field) // the last value of a field counts
+		}
+	})
+	if err != nil {
+		return nil, err
+	}
+	out = protowire.AppendTag(out, rootIDs, protowire.BytesType)
+	return protowire.AppendBytes(out, root.Bytes()), nil
+}
+
+// eachField calls do with each field of a message: its encoding, and its value if that is bytes.
+func eachField(data []byte, do func(number protowire.Number, field, value []byte)) error {
+	for len(data) > 0 {
+		number, kind, n := protowire.ConsumeTag(data)
+		if n < 0 {
+			return protowire.ParseError(n)
+		}
+		size := protowire.ConsumeFieldValue(number, kind, data[n:])
+		if size < 0 {
+			return protowire.ParseError(size)
+		}
+		var value []byte
+		if kind == protowire.BytesType {
+			value, _ = protowire.ConsumeBytes(data[n:])
+		}
+		do(number, data[:n+size], value)
+		data = data[n+size:]
+	}
+	return nil
+}
