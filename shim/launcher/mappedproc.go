@@ -99,7 +99,8 @@ func (b *mappedRestore) replaceProc(init int) error {
 			if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWPID); err != nil {
 				return os.NewSyscallError("setns", err)
 			}
-			cmd := exec.Command("/proc/self/fd/"+strconv.Itoa(int(program.Fd())), append([]string{proto.ReplaceProc}, b.protectedProc()...)...)
+			args := append([]string{proto.ReplaceProc}, b.protectedProc()...)
+			cmd := exec.Command("/proc/self/fd/"+strconv.Itoa(int(program.Fd())), args...)
 			cmd.ExtraFiles = []*os.File{inside}
 			failpoint.Reach("launcher.replace-proc")
 			out, err := cmd.CombinedOutput()
@@ -185,7 +186,8 @@ func newProc() (int, error) {
 	if err := errors.Join(unix.FsconfigSetString(fs, "source", "proc"), unix.FsconfigCreate(fs)); err != nil {
 		return 0, fmt.Errorf("create proc: %w", err)
 	}
-	mount, err := unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_NOSUID|unix.MOUNT_ATTR_NODEV|unix.MOUNT_ATTR_NOEXEC)
+	mount, err := unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC,
+		unix.MOUNT_ATTR_NOSUID|unix.MOUNT_ATTR_NODEV|unix.MOUNT_ATTR_NOEXEC)
 	if err != nil {
 		return 0, fmt.Errorf("mount proc: %w", err)
 	}

@@ -226,7 +226,9 @@ func (b *mappedRestore) commandInNamespaces() ([]string, error) {
 	if err != nil {
 		return nil, proto.Errorf(proto.FailedPrecondition, "a restore in a user namespace needs setpriv of util-linux: %v", err)
 	}
-	needed := slices.DeleteFunc(slices.Clone(restoringRights), func(c capability.Cap) bool { return slices.Contains(uselessInside, c) })
+	needed := slices.DeleteFunc(slices.Clone(restoringRights), func(c capability.Cap) bool {
+		return slices.Contains(uselessInside, c)
+	})
 	drop, err := b.needless(needed)
 	if err != nil {
 		return nil, err
@@ -290,8 +292,10 @@ func (b *mappedRestore) converse(process *criu.Process, streams []*rpc.InheritFd
 		FileLocks:         ptr(true),
 		ExtUnixSk:         ptr(true),
 		TcpClose:          ptr(true),
-		JoinNs:            []*rpc.JoinNamespace{{Ns: ptr("mnt"), NsFile: ptr(fmt.Sprintf("/proc/self/fd/%d", containerMounts))}},
-		InheritFd:         streams,
+		JoinNs: []*rpc.JoinNamespace{
+			{Ns: ptr("mnt"), NsFile: ptr(fmt.Sprintf("/proc/self/fd/%d", containerMounts))},
+		},
+		InheritFd: streams,
 	}
 	if profile != "" {
 		opts.LsmProfile = ptr(profile)
