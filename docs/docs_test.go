@@ -134,9 +134,9 @@ func TestPagesNameTheirReaders(t *testing.T) {
 	}
 }
 
-// The package table of architecture.md names every package, and no other. A name in the first column
-// is a path, or a sibling of the row's first package. In the second column it is a package below
-// the first one, or beside it.
+// The package table of architecture.md names every package, and no other. A name in the first
+// column is a path, or a sibling of the row's first package. In the second column it is a package
+// below the first one, or beside it.
 func TestArchitectureNamesEveryPackage(t *testing.T) {
 	t.Parallel()
 	packages := map[string]bool{"integration": true} // the packages below it are tests
@@ -265,8 +265,8 @@ func files(t *testing.T, suffix string) map[string]string {
 	return found
 }
 
-// Prose has at most 100 columns, so that changes of it can be read. Tables, code, links and generated
-// values cannot be broken; contrib/bench writes performance.md.
+// Prose has at most 100 columns, so that changes of it can be read. Tables, code, links and
+// generated values cannot be broken; contrib/bench writes performance.md.
 func TestProseIsWrapped(t *testing.T) {
 	t.Parallel()
 	const most = 100

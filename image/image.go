@@ -101,8 +101,8 @@ type Snapshot struct {
 	pinned  map[string]bool        // names that kubelet must not collect
 }
 
-// newSnapshot builds a snapshot of records and reuses the unchanged images of the last one, which may
-// be nil. Every configuration in records parses: decodeRecord or the pull checked it.
+// newSnapshot builds a snapshot of records and reuses the unchanged images of the last one, which
+// may be nil. Every configuration in records parses: decodeRecord or the pull checked it.
 func newSnapshot(records map[string]imageRecord, last *Snapshot, pinned map[string]bool) *Snapshot {
 	x := &Snapshot{byID: map[string]*Image{}, byName: map[string]*Image{}, records: records, pinned: pinned}
 	for id, rec := range records {

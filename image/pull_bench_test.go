@@ -90,8 +90,8 @@ func startRegistry(b *testing.B, dir string) map[string]string {
 	return images
 }
 
-// BenchmarkPullWithIndexes pulls an image in gzip without and with indexes. They alternate, because a
-// machine's speed changes. The metrics end in 0 without indexes, else in 1:
+// BenchmarkPullWithIndexes pulls an image in gzip without and with indexes. They alternate, because
+// a machine's speed changes. The metrics end in 0 without indexes, else in 1:
 //
 //	cpu-s-N     median CPU time of a pull and its indexes
 //	pull-s-N    median time of a pull

@@ -632,8 +632,8 @@ func (s *Store) LazyStatus(img *Image) *lazy.Status {
 	return s.lazy.Status(img.Layers, config.RootFS.DiffIDs, img.decisions)
 }
 
-// Servers implements lazy.Images. It returns references of the images that have a layer, one for each repository that has
-// served it.
+// Servers implements lazy.Images. It returns references of the images that have a layer, one for
+// each repository that has served it.
 func (s *Store) Servers(name digest.Digest) (refs []registry.Reference) {
 	var names []string
 	x := s.Snapshot()

@@ -49,9 +49,9 @@ func TestReadOnlyRootfs(t *testing.T) {
 	}
 }
 
-// The timer slack of launchers and init (shim/launcher/slack.c) does not reach a container's command
-// or an exec. Both have the timer slack of the thread that started their launcher, also as their
-// default.
+// The timer slack of launchers and init (shim/launcher/slack.c) does not reach a container's
+// command or an exec. Both have the timer slack of the thread that started their launcher, also as
+// their default.
 func TestTimerSlack(t *testing.T) {
 	for name, slack := range map[string]int{"usual": 50_000, "unusual": 70_000} {
 		t.Run(name, func(t *testing.T) {

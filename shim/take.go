@@ -254,8 +254,8 @@ func (l *Launchers) expect() (done func()) {
 }
 
 // ExpectPause announces the launch of a pause. A plain one may not move between cgroups. Then
-// ExpectPause does nothing: the first move makes all changes of cgroups wait, including the creation
-// of the pause's. Launch announces the containers that follow.
+// ExpectPause does nothing: the first move makes all changes of cgroups wait, including the
+// creation of the pause's. Launch announces the containers that follow.
 func (l *Launchers) ExpectPause(kind proto.PauseKind, systemd bool) {
 	if kind != proto.PlainPause || !cgroup.MovesItself(systemd) {
 		l.Expect()

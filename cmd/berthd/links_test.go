@@ -8,8 +8,8 @@ import (
 )
 
 // The daemon runs as root and reads hostile input, so it links no code for people: commands,
-// Kubernetes' manifests, tables and templates. A path that ends in "/" stands for all packages below
-// it.
+// Kubernetes' manifests, tables and templates. A path that ends in "/" stands for all packages
+// below it.
 //
 // text/template and html/template also call methods by name, so the linker could remove none. The
 // package text/tabwriter stays: Go's runtime/pprof uses it.
@@ -23,7 +23,7 @@ func TestDaemonLinksNoCommands(t *testing.T) {
 	cmd := exec.Command("go", "list", "-deps", "-tags", "grpcnotrace,nri_no_wasm", ".")
 	out, err := cmd.Output()
 	if err != nil {
-		t.Skipf("go list: %v", err) // without the sources of all modules
+		t.Fatalf("go list: %v", err)
 	}
 	linked := strings.Fields(string(out))
 	if !slices.Contains(linked, "berth/sandbox") {

@@ -41,8 +41,8 @@ func Discover(cfg *config.Config) (*Node, error) {
 	return &n, nil
 }
 
-// IsDaemon reports whether a process is a daemon by its name: that of berthd, or of berth, which was
-// the daemon up to release 0.2.
+// IsDaemon reports whether a process is a daemon by its name: that of berthd, or of berth, which
+// was the daemon up to release 0.2.
 func IsDaemon(name string) bool { return name == "berthd" || name == "berth" }
 
 // systemdMarker exists if and only if systemd is PID 1, see sd_booted(3).

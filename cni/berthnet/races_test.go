@@ -297,7 +297,8 @@ func TestHostPortsOfVanishedPodStayClosed(t *testing.T) {
 	}
 }
 
-// The network takes over the bridge, its addresses, and deletes the rules of another network for it.
+// The network takes over the bridge, its addresses, and deletes the rules of another network for
+// it.
 func TestNetworkOfEarlierVersionIsTakenOver(t *testing.T) {
 	b := newBed(t, nil)
 	testutil.Must(t, b.attached(nil).del())

@@ -54,8 +54,8 @@ type options struct {
 }
 
 // next is the table of all retries of a pull: what follows a fault of an attempt. how says it for
-// the log; it is empty if the fault ends the work. A change that is not among the options is left to
-// the caller's caller.
+// the log; it is empty if the fault ends the work. A change that is not among the options is left
+// to the caller's caller.
 //
 // Names, drivers and indexes concern the whole image. Peers, hosts and memory concern one layer.
 func next(a attempt, why fault, left options) (b attempt, how string) {

@@ -84,8 +84,8 @@ func TestNext(t *testing.T) {
 	}
 }
 
-// Whatever happens, with whatever is left: the attempts end, and none is made twice. Only a download
-// of another pull, which has ended, may be joined again.
+// Whatever happens, with whatever is left: the attempts end, and none is made twice. Only a
+// download of another pull, which has ended, may be joined again.
 func TestAttemptsEnd(t *testing.T) {
 	t.Parallel()
 	more := grown(t)

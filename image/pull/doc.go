@@ -1,4 +1,5 @@
-// Package pull adds images to the node's store: from registries, from other nodes and from archives.
+// Package pull adds images to the node's store: from registries, from other nodes and from
+// archives.
 //
 // # Contract
 //
@@ -11,9 +12,9 @@
 //
 // Whatever fails, the function next says what follows: an attempt at the next name, by the other
 // layer driver, without indexes, from another peer, from the registry, from the next host or with
-// more memory. It is the only place that decides. Puller.retry calls it in a loop for the image, for
-// the download that pulls share, and for the transfer of one layer. Each of these offers what it can
-// change; a fault that needs another change ends it, and the loop around it decides.
+// more memory. It is the only place that decides. Puller.retry calls it in a loop for the image,
+// for the download that pulls share, and for the transfer of one layer. Each of these offers what
+// it can change; a fault that needs another change ends it, and the loop around it decides.
 //
 // # The way of a layer
 //
@@ -27,6 +28,6 @@
 //
 // Errors have the codes of package registry, with one exception: kubelet recognizes an unavailable
 // registry by codes.Unknown and a text that begins with "RegistryUnavailable"
-// (k8s.io/cri-api/pkg/errors and k8s.io/cri-client PullImage). That error must reach kubelet without
-// a prefix, and so must the one of a rejected signature, see package image.
+// (k8s.io/cri-api/pkg/errors and k8s.io/cri-client PullImage). That error must reach kubelet
+// without a prefix, and so must the one of a rejected signature, see package image.
 package pull

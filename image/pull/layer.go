@@ -88,9 +88,9 @@ func (f *layerFetch) fetchWhole(ctx context.Context) error {
 	return f.await(ctx) // another pull has created it lazily meanwhile
 }
 
-// await lets an incomplete layer ask the pull's registry with the pull's credentials from now on. It
-// waits for the layer if the image must be whole, or if another pull has created the layer from a
-// table of contents that this pull must not trust.
+// await lets an incomplete layer ask the pull's registry with the pull's credentials from now on.
+// It waits for the layer if the image must be whole, or if another pull has created the layer from
+// a table of contents that this pull must not trust.
 func (f *layerFetch) await(ctx context.Context) error {
 	foreign := f.p.lazy.IsForeign(f.store, f.layer, f.access.repo.Reference().Domain)
 	f.p.lazy.Offer(f.access.repo, f.name())

@@ -37,8 +37,8 @@ func userNamespace(t *testing.T, pid string) string {
 	return harness.Get(os.Readlink("/proc/" + pid + "/ns/user"))(t)
 }
 
-// Containers of pods with a user namespace are restored inside of it. They have the rights and mounts
-// that they had, in the new pod's user namespace, and can be saved again.
+// Containers of pods with a user namespace are restored inside of it. They have the rights and
+// mounts that they had, in the new pod's user namespace, and can be saved again.
 func TestRestoreInUserNamespace(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithUsernsCRIU(t))
 	for name, option := range map[string]harness.ContainerOption{

@@ -317,8 +317,8 @@ func (d *Daemon) Command(args ...string) *exec.Cmd {
 	return cmd
 }
 
-// DaemonCommand returns a command line of the daemon. Up to release 0.2 the daemon was a subcommand of
-// berth.
+// DaemonCommand returns a command line of the daemon. Up to release 0.2 the daemon was a subcommand
+// of berth.
 func (d *Daemon) DaemonCommand(args ...string) *exec.Cmd {
 	cmd := d.Command(args...)
 	if program := filepath.Join(filepath.Dir(cmd.Path), DaemonProgram); fileExists(program) {

@@ -14,8 +14,8 @@ import (
 const handInstalled = "/usr/local/bin"
 
 // An upgrade from release 0.2, which had one program and no package: its unit runs "berth serve".
-// The operator first replaces the programs, and later installs the package. A pod of the release runs
-// all the time.
+// The operator first replaces the programs, and later installs the package. A pod of the release
+// runs all the time.
 func TestUpgradeFromOneProgram(t *testing.T) {
 	if os.Getenv(packagesEnv) == "" {
 		t.Skip(packagesEnv + " is not set: run contrib/guest -packages systemd")

@@ -137,8 +137,8 @@ func (w *Worker) wait() (state *os.ProcessState, said string) {
 }
 
 // Run runs a program without input until its end, and returns its standard output. The output has
-// at most limit bytes and may be hostile: the caller must decode it strictly. An error has the first
-// line of the program's standard error, or is ctx's.
+// at most limit bytes and may be hostile: the caller must decode it strictly. An error has the
+// first line of the program's standard error, or is ctx's.
 func Run(ctx context.Context, c Command, limit int) ([]byte, error) {
 	w, err := Start(c)
 	if err != nil {

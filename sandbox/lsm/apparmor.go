@@ -41,8 +41,8 @@ func installProfile(name string) error {
 }
 
 // template is the profile of moby/profiles, which is the default of Docker, containerd and Podman,
-// too. It is a copy, because moby's function uses text/template: that keeps the linker from removing
-// unused methods of the whole daemon (4.7 MB).
+// too. It is a copy, because moby's function uses text/template: that keeps the linker from
+// removing unused methods of the whole daemon (4.7 MB).
 //
 //go:embed default.apparmor
 var template string

@@ -31,8 +31,8 @@ type Processes struct {
 // kernel. The rest of its pod is taken down without it.
 const KillWait = 10 * time.Second
 
-// MonitorPatience bounds the time between a container's exit and its monitor's report. It is less than
-// KillWait, so that a late report does not fail the stop of a pod.
+// MonitorPatience bounds the time between a container's exit and its monitor's report. It is less
+// than KillWait, so that a late report does not fail the stop of a pod.
 const MonitorPatience = KillWait / 2
 
 // stoppedPatience is MonitorPatience for a monitor in a stopped state, which cannot report.
@@ -194,8 +194,8 @@ func (k Processes) End(ctx context.Context, process *os.File) error {
 	return ignoreDone(pidfd.Wait(ctx, process))
 }
 
-// MonitorHangs reports whether the monitor outlived its container for longer than MonitorPatience, because
-// it is stopped or blocked on a log. The time counts from the first call.
+// MonitorHangs reports whether the monitor outlived its container for longer than MonitorPatience,
+// because it is stopped or blocked on a log. The time counts from the first call.
 func (r *Running) MonitorHangs() bool {
 	if !r.HasEnded() && !r.isZombie() {
 		return false

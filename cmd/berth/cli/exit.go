@@ -1,5 +1,5 @@
-// Package cli provides what berth's commands share: arguments, exit codes, interrupts, tables, JSON,
-// and numbers and times for people.
+// Package cli provides what berth's commands share: arguments, exit codes, interrupts, tables,
+// JSON, and numbers and times for people.
 package cli
 
 import (

@@ -6,8 +6,8 @@
 // serves CRI until a signal, and closes the parts in reverse order. A reload changes the options
 // that a running daemon can take.
 //
-// The program berth uses the rest of the package without a daemon: [Check] for "berth config check",
-// [Registries] for "berth check", and [Offline] for "berth reset".
+// The program berth uses the rest of the package without a daemon: [Check] for "berth config
+// check", [Registries] for "berth check", and [Offline] for "berth reset".
 package daemon
 
 import (

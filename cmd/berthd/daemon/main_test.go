@@ -20,7 +20,8 @@ func TestVersionAndHelp(t *testing.T) {
 	if code, out, _ := program(t, "--version"); code != 0 || out != "berthd version "+version.Full()+"\n" {
 		t.Errorf("%d, %q", code, out)
 	}
-	// The help of a flag is one sentence. The complete text is in config default and docs/config.md.
+	// The help of a flag is one sentence. The complete text is in config default and
+	// docs/config.md.
 	code, out, _ := program(t, "-h")
 	if code != 0 || strings.Contains(out, "cloud's metadata") ||
 		!strings.Contains(out, "--cgroup-driver auto|cgroupfs|systemd   Driver that creates cgroups (") {

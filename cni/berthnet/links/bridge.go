@@ -166,8 +166,8 @@ func MakeBridge(d *Description) (*Bridge, error) {
 
 // CheckBridge returns the error that MakeBridge would return, and changes nothing. It returns
 // ErrTaken if another network has pods on the bridge, and ErrOverlap if the node has another use of
-// the addresses. It also fails if a device of another type has the name, or if the kernel lacks IPv6
-// for IPv6 addresses.
+// the addresses. It also fails if a device of another type has the name, or if the kernel lacks
+// IPv6 for IPv6 addresses.
 func CheckBridge(d *Description) error {
 	_, err := d.find()
 	return err

@@ -12,8 +12,8 @@ import (
 	"berth/internal/failpoint"
 )
 
-// tc limits a pod's traffic at its port, like the CNI plugin bandwidth. Traffic to the pod queues at
-// the port. Traffic from the pod is redirected to an ifb device, queues there, and returns.
+// tc limits a pod's traffic at its port, like the CNI plugin bandwidth. Traffic to the pod queues
+// at the port. Traffic from the pod is redirected to an ifb device, queues there, and returns.
 
 // Limit is a limit of traffic. Its zero value means no limit.
 type Limit struct {
@@ -44,8 +44,8 @@ func (b *batch) addIngress(index int) {
 		tcMessage(index, handleIngress, parentIngress, 0), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated("ingress")))
 }
 
-// redirect sends all packets that arrive at an interface to another one. Its classifier is a program
-// in classic BPF with one instruction, which accepts each packet.
+// redirect sends all packets that arrive at an interface to another one. Its classifier is a
+// program in classic BPF with one instruction, which accepts each packet.
 func (b *batch) redirect(index, to int) {
 	program := binary.NativeEndian.AppendUint16(nil, unix.BPF_RET|unix.BPF_K)
 	program = binary.NativeEndian.AppendUint32(append(program, 0, 0), math.MaxUint32)

@@ -9,9 +9,9 @@
 // host ports is attached by one transaction that adds elements, and a pod without host ports by
 // none. Rules distinguish packets by interfaces and conntrack state, and use no marks.
 //
-// Other programs may delete the table with all others (nft flush ruleset). They may also delete only
-// the table's rules (nft flush table), which keeps the host ports in the maps. The next call of
-// Installed detects both, and the caller passes the open host ports to Install.
+// Other programs may delete the table with all others (nft flush ruleset). They may also delete
+// only the table's rules (nft flush table), which keeps the host ports in the maps. The next call
+// of Installed detects both, and the caller passes the open host ports to Install.
 //
 // A Filter works in one network namespace and may be used concurrently.
 package rules

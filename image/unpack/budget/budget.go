@@ -2,10 +2,10 @@
 //
 // # Contract
 //
-// A layer is unpacked only inside [Budget.Run]. Run waits for a slot, which registries share fairly,
-// and gives the layer's process a part of the memory. No layer waits for memory at its first
-// attempt. If the process ends because the part was too small, [Budget.Grow] says whether another
-// attempt can get more; that one waits (docs/adr/015-pull-memory-budget.md).
+// A layer is unpacked only inside [Budget.Run]. Run waits for a slot, which registries share
+// fairly, and gives the layer's process a part of the memory. No layer waits for memory at its
+// first attempt. If the process ends because the part was too small, [Budget.Grow] says whether
+// another attempt can get more; that one waits (docs/adr/015-pull-memory-budget.md).
 package budget
 
 import (

@@ -63,8 +63,8 @@ func Start(path, containerID string) (_ *Process, err error) {
 	return p, nil
 }
 
-// StartCommand starts a command that becomes CRIU (swrk 3), with more files from descriptor 4 on. The
-// caller chooses its cgroups, and ends it with Hangup instead of End.
+// StartCommand starts a command that becomes CRIU (swrk 3), with more files from descriptor 4 on.
+// The caller chooses its cgroups, and ends it with Hangup instead of End.
 func StartCommand(cmd *exec.Cmd, more ...*os.File) (*Process, error) {
 	conn, theirs, err := newSocket()
 	if err != nil {

@@ -1,5 +1,5 @@
-// Package clienttest is a CRI runtime for tests of the commands: a real gRPC server on a unix socket with a small
-// state machine that enforces the order of calls.
+// Package clienttest is a CRI runtime for tests of the commands: a real gRPC server on a unix
+// socket with a small state machine that enforces the order of calls.
 package clienttest
 
 import (
