@@ -13,7 +13,6 @@ import (
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/internal/testutil"
 )
 
 // slowRegistry sends a layer at an even rate until it is told to hurry.
@@ -63,12 +62,17 @@ func (s *slowRegistry) send(w http.ResponseWriter) {
 
 const slowedSeconds = "berth_image_pull_slowed_seconds_total"
 
-// A pull becomes slower while a pod waits for the disk, and ends as usual.
+// needsMemory makes a container wait for memory: the kernel stops its processes for up to two
+// seconds at a time when they exceed memory.high. The waits do not depend on the speed of the disk.
+func needsMemory(r *runtimeapi.LinuxContainerResources) {
+	r.Unified = map[string]string{"memory.high": strconv.Itoa(4 << 20)}
+}
+
+// A pull becomes slower while a pod waits for memory, and ends as usual.
 func TestPullsYieldToPods(t *testing.T) {
 	if !machine.Cgroup2() {
 		t.Skip("NOT TESTED: the kernel reports the pressure of pods only for cgroup v2")
 	}
-	volume := testutil.DiskDir(t) // writes to a tmpfs do not wait
 	d := harness.StartDaemon(t, harness.WithConfig("[pull]", "pressure_limit = 5"))
 	pod := d.RunPod(t, harness.HostNetwork)
 	s := newSlowRegistry(t, 64<<20)
@@ -78,8 +82,8 @@ func TestPullsYieldToPods(t *testing.T) {
 	})
 	harness.EventuallyTrue(t, "bytes arrive", func() bool { return keptBytes(d) > 0 })
 	harness.Equal(t, "slowed before the pod waits", scrape(t, d)[slowedSeconds], 0)
-	c := pod.Run(t, harness.Script("while :; do dd if=/dev/zero of=/volume/file bs=4k count=64 conv=fsync 2>/dev/null; done"),
-		harness.Mount(&runtimeapi.Mount{HostPath: volume, ContainerPath: "/volume"}))
+	c := pod.Run(t, harness.Script("while :; do dd if=/dev/zero of=/dev/null bs=32M count=1 2>/dev/null; done"),
+		harness.Resources(needsMemory))
 	harness.EventuallyTrue(t, "the pull is slowed", func() bool { return scrape(t, d)[slowedSeconds] > 0 })
 	c.Stop(t, 0)
 	close(s.hurry)

@@ -145,15 +145,6 @@ func BenchmarkPod(b *testing.B) {
 // foreign makes libcontainer make the pod's pause.
 func foreign(r *proto.Launch) { r.Pause = proto.ContainerPause }
 
-// awaitOurs waits until a pause that libcontainer or crun has made is no longer its launcher's
-// child. Only then can remove reap it.
-func awaitOurs(c *container) {
-	c.until("pause is ours to reap", func() bool {
-		stat, err := os.ReadFile("/proc/" + itoa(c.InitPID) + "/stat")
-		return err == nil && strings.Contains(string(stat), ") S 1 ")
-	})
-}
-
 func benchPod(b *testing.B, rest func(*env), change ...func(*proto.Launch)) {
 	e := newEnvFor(&testing.T{}, b, func(c *Config) { c.Idle = 2 })
 	e.awaitLaunchers()
@@ -177,7 +168,7 @@ func benchPod(b *testing.B, rest func(*env), change ...func(*proto.Launch)) {
 			pod = append(pod, &container{env: e, Launch: req, Started: started})
 		}
 		s.add(begin)
-		awaitOurs(pod[0])
+		pod[0].awaitOurs()
 		for _, c := range pod {
 			c.remove()
 		}
@@ -266,7 +257,7 @@ func BenchmarkMemory(b *testing.B) {
 		}
 		for _, c := range running {
 			if c.Pause != "" {
-				awaitOurs(c)
+				c.awaitOurs()
 				pauses += pss(b, c.InitPID)
 				continue
 			}

@@ -176,7 +176,20 @@ func (e *env) launch(req *proto.Launch) *container {
 	}
 	c := &container{env: e, Launch: req, Started: started}
 	e.Cleanup(c.remove)
+	if req.Pause != "" {
+		c.awaitOurs()
+	}
 	return c
+}
+
+// awaitOurs waits until a pause is a child of this process, which is process 1. Before that, only
+// the pause's launcher can reap it.
+func (c *container) awaitOurs() {
+	c.Helper()
+	c.until("pause is ours to reap", func() bool {
+		stat, err := os.ReadFile("/proc/" + itoa(c.InitPID) + "/stat")
+		return err == nil && strings.Contains(string(stat), ") S 1 ")
+	})
 }
 
 // run launches a container that runs a script.
