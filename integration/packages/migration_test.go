@@ -90,7 +90,9 @@ func (r oldRuntime) start(t *testing.T) {
 func (r oldRuntime) stop(t *testing.T) {
 	t.Helper()
 	run(t, "systemctl", "disable", "--now", r.name)
-	harness.Must(t, os.RemoveAll(netd))
+	for _, left := range []string{netd, "/run/nri"} { // the socket would be replaced by berth's
+		harness.Must(t, os.RemoveAll(left))
+	}
 	harness.RemoveLink(t, "cni0")
 }
 
@@ -218,7 +220,7 @@ func (r oldRuntime) runPage(t *testing.T) {
 		}
 		if b.Heading == "Check" {
 			r.awaitPod(t, "berth")
-			harness.WantText(t, "output of berth check", run(t, "berth", "check", "--verbose"), "NRI socket", "berth (pid")
+			harness.WantText(t, "output of berth check", run(t, "berth", "check", "--verbose"), "NRI socket", "berthd (pid")
 		}
 		b.Text = keepExports + withoutKubectl(b.Text)
 		out, err := b.Run(t.Context(), dir, "OLD="+r.name, "OLD_SOCKET="+r.socket)
