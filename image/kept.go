@@ -51,7 +51,8 @@ type finished struct {
 	dir  *record.Dir
 	most uint64 // bytes
 
-	mu     sync.Mutex // guards layers
+	mu sync.Mutex
+	// +checklocks:mu
 	layers map[digest.Digest]finishedLayer
 }
 

@@ -20,10 +20,13 @@ import (
 // for the end of the deletion and creates the layer again, so nothing uses a partially deleted
 // layer.
 type layerRefs struct {
-	mu      sync.Mutex // guards all fields below
-	owners  map[string]need
-	layers  uses
-	chains  uses
+	mu sync.Mutex
+	// +checklocks:mu
+	owners map[string]need
+	// mu guards the content of these maps. The maps themselves stay the same.
+	layers uses
+	chains uses
+	// +checklocks:mu
 	settled bool // all owners have registered: deletion is allowed
 }
 
@@ -175,6 +178,9 @@ func (l *layerRefs) release(owner string) []digest.Digest {
 	return layers
 }
 
+// drop forgets an owner. The caller holds the lock.
+//
+// +checklocks:l.mu
 func (l *layerRefs) drop(owner string) {
 	owned, known := l.owners[owner]
 	if !known {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"path/filepath"
 	"slices"
 	"sync"
@@ -34,7 +35,8 @@ type signatures struct {
 	config   atomic.Pointer[trust.Config]
 	records  *record.Dir
 
-	mu   sync.Mutex // guards kept
+	mu sync.Mutex
+	// +checklocks:mu
 	kept map[string]*trust.Evidence
 }
 
@@ -48,18 +50,19 @@ func openSignatures(root string, c trust.Config, log *slog.Logger) (*signatures,
 	if err != nil {
 		return nil, err
 	}
-	s := &signatures{verifier: trust.New(log), records: records, kept: map[string]*trust.Evidence{}}
-	s.config.Store(&c)
+	kept := map[string]*trust.Evidence{}
 	damaged, err := records.Load(func(name string, _ int, body []byte) error {
 		evidence := new(trust.Evidence)
-		s.kept["sha256:"+name] = evidence
+		kept["sha256:"+name] = evidence
 		return json.Unmarshal(body, evidence)
 	})
 	for _, d := range damaged {
-		delete(s.kept, "sha256:"+d.Name)
+		delete(kept, "sha256:"+d.Name)
 		log.Error("record of image signatures set aside; the image must be pulled again", "image", d.Name, "file", d.Path,
 			"error", d.Err)
 	}
+	s := &signatures{verifier: trust.New(log), records: records, kept: kept}
+	s.config.Store(&c)
 	return s, err
 }
 
@@ -96,7 +99,10 @@ func (s *signatures) forget(id string) error {
 
 // forgetAllBut deletes the evidence of images that do not exist.
 func (s *signatures) forgetAllBut(images map[string]imageRecord) (failed error) {
-	for id := range s.kept { // at start, before there are other users
+	s.mu.Lock()
+	known := slices.Collect(maps.Keys(s.kept))
+	s.mu.Unlock()
+	for _, id := range known {
 		if _, ok := images[id]; !ok {
 			failed = errors.Join(failed, s.forget(id))
 		}

@@ -67,6 +67,7 @@ var errInUse = errors.New("in use")
 // The lock guards the map and the creations' fields and is held for nothing else.
 type creations struct {
 	mu sync.Mutex
+	// +checklocks:mu
 	by map[string]*creation
 }
 
@@ -165,6 +166,9 @@ func (j *creations) enter(identity string, sum fingerprint) (c *creation, mine, 
 	return c, mine, joined, nil
 }
 
+// put adds a creation. The caller holds the lock.
+//
+// +checklocks:j.mu
 func (j *creations) put(identity string, c *creation) {
 	if j.by == nil {
 		j.by = map[string]*creation{}
@@ -253,6 +257,8 @@ func (j *creations) Forget(identity, id string) {
 
 // made returns the creation of the object with that identity and ID. It returns nil if the identity
 // belongs to another object, which may still be in creation. The caller holds the lock.
+//
+// +checklocks:j.mu
 func (j *creations) made(identity, id string) *creation {
 	c := j.by[identity]
 	if c == nil {

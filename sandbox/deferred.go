@@ -21,7 +21,8 @@ type deferredWork struct {
 	queue   *semaphore.Weighted
 	retries *retryLoop
 	mu      sync.Mutex
-	noted   []func()
+	// +checklocks:mu
+	noted []func()
 }
 
 func newDeferredWork(tasks *task.Runner) *deferredWork {

@@ -9,8 +9,10 @@ import (
 // oomCounter counts the processes in containers that the OOM killer has killed since the daemon's
 // start. The lock guards all fields.
 type oomCounter struct {
-	mu      sync.Mutex
-	total   uint64
+	mu sync.Mutex
+	// +checklocks:mu
+	total uint64
+	// +checklocks:mu
 	counted map[string]uint64 // kills of each running container so far, by ID
 }
 

@@ -23,10 +23,12 @@ const (
 // bounded however many items there are. A success shows that plugins work again: the next items
 // follow at once. The lock guards items and running.
 type retryLoop struct {
-	tasks   *task.Runner
-	wake    chan struct{} // capacity 1
-	mu      sync.Mutex
-	items   []*retry // the one that failed last comes last
+	tasks *task.Runner
+	wake  chan struct{} // capacity 1
+	mu    sync.Mutex
+	// +checklocks:mu
+	items []*retry // the one that failed last comes last
+	// +checklocks:mu
 	running bool
 }
 
@@ -62,6 +64,8 @@ func (l *retryLoop) Hasten() {
 }
 
 // hasten is Hasten for a caller that holds the lock.
+//
+// +checklocks:l.mu
 func (l *retryLoop) hasten() {
 	now := time.Now()
 	for _, item := range l.items {

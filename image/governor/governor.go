@@ -70,12 +70,18 @@ type Governor struct {
 	passed  atomic.Int64 // bytes
 	looking atomic.Bool  // a reader looks at the pressure
 
-	mu     sync.Mutex // guards the fields below
-	active int        // pulls
-	ended  time.Time  // of the last pull
-	last   look
-	normal float64   // share of time that pods wait without pulls
-	before float64   // bytes a second before the limit shrank; 0: it has not
+	mu sync.Mutex
+	// +checklocks:mu
+	active int // pulls
+	// +checklocks:mu
+	ended time.Time // of the last pull
+	// +checklocks:mu
+	last look
+	// +checklocks:mu
+	normal float64 // share of time that pods wait without pulls
+	// +checklocks:mu
+	before float64 // bytes a second before the limit shrank; 0: it has not
+	// +checklocks:mu
 	lowest time.Time // since when the limit is Slowest; zero: it is higher
 }
 
@@ -200,6 +206,8 @@ func (g *Governor) adapt() {
 }
 
 // judge sets the limit for the next period. The caller holds the lock.
+//
+// +checklocks:g.mu
 func (g *Governor) judge(now look) {
 	seconds := now.at.Sub(g.last.at).Seconds()
 	share := waitedShare(g.last.pressure, now.pressure, seconds)
@@ -224,7 +232,10 @@ func (g *Governor) judge(now look) {
 	}
 }
 
-// grow raises a limit that has shrunk, and lifts it if it no longer matters.
+// grow raises a limit that has shrunk, and lifts it if it no longer matters. The caller holds the
+// lock.
+//
+// +checklocks:g.mu
 func (g *Governor) grow(limit float64) {
 	if limit *= recovery; limit > enough*g.before || rate.Limit(limit) >= g.most {
 		g.set(g.most)
@@ -234,6 +245,8 @@ func (g *Governor) grow(limit float64) {
 }
 
 // set sets the limit. The caller holds the lock.
+//
+// +checklocks:g.mu
 func (g *Governor) set(limit rate.Limit) {
 	if limit == g.most {
 		g.before = 0

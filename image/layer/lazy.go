@@ -68,7 +68,8 @@ type lazyLayers struct {
 	Lazy
 	life *task.Lifetime // of the goroutines that wait for completion
 
-	mu     sync.Mutex // guards layers
+	mu sync.Mutex
+	// +checklocks:mu
 	layers map[digest.Digest]*lazyLayer
 }
 

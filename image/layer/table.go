@@ -11,7 +11,8 @@ import (
 // the ownership. Readers never wait. They see a value from its completion until its removal begins.
 // Its methods may be called concurrently.
 type table[V any] struct {
-	mu    sync.Mutex // guards items; never held across disk access
+	mu sync.Mutex // never held across disk access
+	// +checklocks:mu
 	items map[digest.Digest]*item[V]
 }
 

@@ -21,8 +21,9 @@ type syncer struct {
 	running chan struct{} // holds a token during a sync
 	failed  atomic.Int64  // number of failed syncs
 
-	mu   sync.Mutex // guards next
-	next *round     // the sync that starts next; nil: nothing waits for one
+	mu sync.Mutex
+	// +checklocks:mu
+	next *round // the sync that starts next; nil: nothing waits for one
 }
 
 // round is one sync, shared by all callers that asked before it started.

@@ -107,8 +107,10 @@ type Layers struct {
 	wrong    wrongFiles
 	complete atomic.Pointer[func(layer.Source)] // see OnComplete
 
-	mu        sync.Mutex // guards the fields below
-	sources   map[digest.Digest]*blobSource
+	mu sync.Mutex
+	// +checklocks:mu
+	sources map[digest.Digest]*blobSource
+	// +checklocks:mu
 	decisions map[digest.Digest]string // of pulls, by layer
 }
 
@@ -246,6 +248,8 @@ func (z *Layers) source(from layer.Source, blobSize int64) *blobSource {
 }
 
 // sourceLocked is source for a caller that holds the lock.
+//
+// +checklocks:z.mu
 func (z *Layers) sourceLocked(from layer.Source, blobSize int64) *blobSource {
 	name := from.Name()
 	if z.sources[name] == nil {

@@ -14,7 +14,8 @@ const (
 
 // rates are the speeds of recent pulls, by registry host. The zero value is ready to use.
 type rates struct {
-	mu     sync.Mutex         // guards byHost
+	mu sync.Mutex // guards byHost
+	// +checklocks:mu
 	byHost map[string]float64 // bytes a second; each pull counts as much as all before it
 }
 

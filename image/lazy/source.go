@@ -28,8 +28,10 @@ type blobSource struct {
 
 	users int // createLazily calls in progress; guarded by the lock of z
 
-	mu     sync.Mutex // guards places and closed
-	places []*place   // in the order in which they are asked
+	mu sync.Mutex
+	// +checklocks:mu
+	places []*place // in the order in which they are asked
+	// +checklocks:mu
 	closed bool
 }
 
@@ -41,9 +43,11 @@ type place struct {
 	repo *registry.Repository // as it was given
 	blob io.ReaderAt          // of an archive; then repo is nil
 
-	mu    sync.Mutex           // guards the fields below
-	open  *registry.Repository // nil: to be opened
-	first int                  // number of the host to ask first
+	mu sync.Mutex
+	// +checklocks:mu
+	open *registry.Repository // nil: to be opened
+	// +checklocks:mu
+	first int // number of the host to ask first
 }
 
 // Range implements lazy.Source.

@@ -287,7 +287,8 @@ func (z *Layers) rejectTable(from layer.Source, table string, reason error) {
 // falseTables are tables of contents that are not used until the next start. Others of the same
 // blob are: anyone can make an image with a layer of another one, and a false table of it.
 type falseTables struct {
-	mu     sync.Mutex // guards tables
+	mu sync.Mutex
+	// +checklocks:mu
 	tables map[blobTable]bool
 }
 

@@ -13,8 +13,10 @@ import (
 // wrongFiles passes on layers whose files may be other than those of the image, so that the
 // containers on them are killed.
 type wrongFiles struct {
-	mu    sync.Mutex // guards the fields below
-	kill  func(layer digest.Digest, reason string)
+	mu sync.Mutex
+	// +checklocks:mu
+	kill func(layer digest.Digest, reason string)
+	// +checklocks:mu
 	early map[digest.Digest]string // found before kill was set
 }
 

@@ -58,8 +58,10 @@ type Config struct {
 type Store struct {
 	cfg Config
 
-	mu    sync.Mutex // guards the fields below and those of each file
+	mu sync.Mutex // guards the fields below and those of each file
+	// +checklocks:mu
 	files map[string]*file
+	// +checklocks:mu
 	bytes int64 // of all files
 }
 
@@ -236,6 +238,8 @@ func (s *Store) makeRoom(n int64) bool {
 
 // oldest returns the least recently changed file that no transfer uses, or "". The caller holds the
 // lock.
+//
+// +checklocks:s.mu
 func (s *Store) oldest() (oldest string) {
 	for name, f := range s.files {
 		if !f.active && (oldest == "" || f.changed.Before(s.files[oldest].changed)) {
@@ -328,10 +332,11 @@ func (s *Store) update(name string, change func(*file)) {
 
 // changed records the new size of a file.
 func (s *Store) changed(name string, size int64) {
-	s.update(name, func(f *file) {
-		s.bytes += size - f.size
-		f.size, f.changed = size, time.Now()
-	})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f := s.files[name]
+	s.bytes += size - f.size
+	f.size, f.changed = size, time.Now()
 }
 
 // hasRoom checks that the filesystem has room for the layer without the file.

@@ -12,10 +12,13 @@ import (
 type keyPair struct {
 	files [2]string // certificate, key
 
-	mu   sync.Mutex // guards the fields below
+	mu sync.Mutex
+	// +checklocks:mu
 	seen [2]os.FileInfo
+	// +checklocks:mu
 	pair *tls.Certificate
-	err  error
+	// +checklocks:mu
+	err error
 }
 
 // get returns the certificate as it is in the files.

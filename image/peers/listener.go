@@ -43,7 +43,8 @@ type memberListener struct {
 	closed   chan struct{} // by Close
 	closing  sync.Once
 
-	mu      sync.Mutex // guards pending
+	mu sync.Mutex
+	// +checklocks:mu
 	pending []*handshake
 }
 

@@ -44,9 +44,12 @@ type members struct {
 	ready    chan struct{} // closed after the first resolution
 	isReady  sync.Once
 
-	mu      sync.Mutex      // guards the fields below
-	known   []string        // sorted; self is among them
-	hosts   map[string]bool // their IP addresses
+	mu sync.Mutex
+	// +checklocks:mu
+	known []string // sorted; self is among them
+	// +checklocks:mu
+	hosts map[string]bool // their IP addresses
+	// +checklocks:mu
 	avoided map[string]time.Time
 }
 

@@ -113,7 +113,8 @@ type Peers struct {
 	wait     time.Duration // longestWait, except in tests
 	pause    time.Duration // pauseOfRounds, except in tests
 
-	mu       sync.Mutex // guards fetching
+	mu sync.Mutex
+	// +checklocks:mu
 	fetching map[Key]*fetch
 }
 

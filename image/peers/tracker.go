@@ -34,7 +34,8 @@ type found struct {
 type tracker struct {
 	now func() time.Time
 
-	mu     sync.Mutex // guards layers
+	mu sync.Mutex
+	// +checklocks:mu
 	layers map[Key]*tracked
 }
 
@@ -57,6 +58,8 @@ func newTracker(now func() time.Time) *tracker {
 }
 
 // offered returns some holders, and forgets expired ones. The caller holds the lock.
+//
+// +checklocks:t.mu
 func (t *tracker) offered(l *tracked, asking string) (holders []string) {
 	now := t.now()
 	for address, at := range l.holders {
@@ -152,6 +155,8 @@ func (t *tracker) sweep() {
 }
 
 // forgetIfEmpty forgets a layer that nobody has or fetches. The caller holds the lock.
+//
+// +checklocks:t.mu
 func (t *tracker) forgetIfEmpty(k Key, l *tracked) {
 	if len(l.holders) == 0 && l.fetching == (identity{}) {
 		delete(t.layers, k)
@@ -160,6 +165,8 @@ func (t *tracker) forgetIfEmpty(k Key, l *tracked) {
 
 // get returns what is known about a layer. If there are too many, it forgets another one. The
 // caller holds the lock.
+//
+// +checklocks:t.mu
 func (t *tracker) get(k Key) *tracked {
 	l := t.layers[k]
 	if l != nil {

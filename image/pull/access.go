@@ -16,7 +16,8 @@ import (
 // accesses records which layers the current pulls may use. It is not on disk, because an
 // interrupted pull grants no access. The index has the repositories of recorded images.
 type accesses struct {
-	mu     sync.Mutex // guards active and the layers of each access
+	mu sync.Mutex // guards active and the layers of each access
+	// +checklocks:mu
 	active map[*access]bool
 }
 
@@ -29,8 +30,10 @@ type access struct {
 	wanted []digest.Digest        // names of the image's layers in the layer store
 	layers map[digest.Digest]bool // the layers that the pull may read
 
-	mu      sync.Mutex      // guards all fields below
-	seen    *image.Snapshot // the images that origins was computed from
+	mu sync.Mutex
+	// +checklocks:mu
+	seen *image.Snapshot // the images that origins was computed from
+	// +checklocks:mu
 	origins map[digest.Digest]image.Origin
 }
 

@@ -29,7 +29,8 @@ type flights struct {
 	log *slog.Logger
 	wg  sync.WaitGroup
 
-	mu     sync.Mutex // guards active and the waiters of its flights
+	mu sync.Mutex // guards active and the waiters of its flights
+	// +checklocks:mu
 	active map[flightKey]*flight
 }
 

@@ -58,8 +58,10 @@ func (t *transfer) reset() {
 type pulls struct {
 	wg sync.WaitGroup // counts the active pulls
 
-	mu     sync.Mutex // guards active and closed
+	mu sync.Mutex
+	// +checklocks:mu
 	active []*pullTrack
+	// +checklocks:mu
 	closed bool
 }
 

@@ -80,10 +80,13 @@ type part struct {
 	entered  bool          // the reader has reached it
 	news     chan struct{} // holds a token if the reader has not seen the latest change
 
-	mu      sync.Mutex // guards the fields below
-	arrived int        // bytes of buf
-	whole   time.Time  // when the last byte arrived
-	err     error      // why the fetch failed; nil if complete or running
+	mu sync.Mutex
+	// +checklocks:mu
+	arrived int // bytes of buf
+	// +checklocks:mu
+	whole time.Time // when the last byte arrived
+	// +checklocks:mu
+	err error // why the fetch failed; nil if complete or running
 }
 
 func (p *part) end() int64 { return p.offset + int64(len(p.buf)) }

@@ -24,9 +24,11 @@ type authorizer struct {
 	tokens  func(server string) http.RoundTripper // for requests to a token server
 	isPlain func() bool                           // the host is used without TLS; its token server may be, too
 
-	mu         sync.Mutex // guards the fields below; not held during requests
-	header     Secret     // current value of the Authorization header, "" for none
-	generation int        // counts changes of header
+	mu sync.Mutex // not held during requests
+	// +checklocks:mu
+	header Secret // current value of the Authorization header, "" for none
+	// +checklocks:mu
+	generation int // counts changes of header
 }
 
 // current returns the Authorization header to send and its generation.

@@ -103,9 +103,11 @@ type Repository struct {
 	pause     time.Duration
 	parts     partsConfig
 
-	mu     sync.Mutex // guards served and wrong
+	mu sync.Mutex
+	// +checklocks:mu
 	served []string
-	wrong  map[wrongBlob]bool // see noteWrong
+	// +checklocks:mu
+	wrong map[wrongBlob]bool // see noteWrong
 }
 
 // Open prepares to fetch the image that ref names with the given credentials (zero: none). It sends

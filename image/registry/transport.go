@@ -34,7 +34,8 @@ type connections struct {
 	tokens *otherHosts // the token server
 	pool   func(*tls.Config) *otherHosts
 
-	mu         sync.Mutex                  // guards configured; not held during requests
+	mu sync.Mutex // not held during requests
+	// +checklocks:mu
 	configured map[hostPurpose]*otherHosts // other hosts with folders
 }
 

@@ -82,7 +82,8 @@ type Repository interface {
 type Verifier struct {
 	log *slog.Logger
 
-	mu       sync.Mutex // guards accepted
+	mu sync.Mutex
+	// +checklocks:mu
 	accepted map[[sha256.Size]byte]bool
 }
 

@@ -74,9 +74,11 @@ type History struct {
 	writes  int  // since the last deletion of old files
 	checked bool // damaged files are deleted
 
-	mu      sync.Mutex
+	mu sync.Mutex
+	// +checklocks:mu
 	changed map[string]*Recording // by pod ID: changed since the last write
-	waiting []waitingPull         // for pods that do not exist yet, oldest first
+	// +checklocks:mu
+	waiting []waitingPull // for pods that do not exist yet, oldest first
 }
 
 // New returns the history in the existing directory dir.

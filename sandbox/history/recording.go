@@ -18,7 +18,8 @@ type Recording struct {
 	pod     Pod
 	adopted bool // an earlier daemon started the pod
 
-	mu      sync.Mutex
+	mu sync.Mutex
+	// +checklocks:mu
 	entries []entry
 }
 
@@ -135,17 +136,20 @@ func (r *Recording) add(t *trace.Trace, s subject) {
 	r.history.note(r)
 }
 
+func (e entry) isPull() bool { return e.image != "" }
+
 // dropPull removes the oldest pull if there are too many. The caller holds the lock.
+//
+// +checklocks:r.mu
 func (r *Recording) dropPull() {
-	isPull := func(e entry) bool { return e.image != "" }
 	pulls := 0
 	for _, e := range r.entries {
-		if isPull(e) {
+		if e.isPull() {
 			pulls++
 		}
 	}
 	if pulls > maxPulls {
-		oldest := slices.IndexFunc(r.entries, isPull)
+		oldest := slices.IndexFunc(r.entries, entry.isPull)
 		r.entries = slices.Delete(r.entries, oldest, oldest+1)
 	}
 }

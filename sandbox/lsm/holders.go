@@ -14,7 +14,8 @@ import (
 // request the same level share categories, and the first removed pod must not release them. The
 // zero value is empty. The lock guards the map and the library's set in memory.
 type Holders struct {
-	mu     sync.Mutex
+	mu sync.Mutex
+	// +checklocks:mu
 	owners map[string]map[string]bool // set of owner IDs by level
 }
 

@@ -36,8 +36,10 @@ func (u *CancelSlot) Cancel() {
 // StopGate cancels operations on a container that must not run while it is stopped. Any number of
 // operations and stops can run at a time. The zero value is ready to use.
 type StopGate struct {
-	mu      sync.Mutex // guards all fields
-	stops   int
+	mu sync.Mutex
+	// +checklocks:mu
+	stops int
+	// +checklocks:mu
 	cancels map[*context.CancelCauseFunc]struct{} // of the operations
 }
 

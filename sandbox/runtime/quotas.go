@@ -35,10 +35,13 @@ type Quotas struct {
 	limit      uint64 // maximum bytes of a layer; 0: no limit
 	first      uint32
 
-	mu    sync.Mutex // guards the fields below
-	drawn []uint32   // all drawn IDs; at most maxDrawn, unless more layers exist
-	next  int        // index of the next ID to reuse when drawn is full
-	used  map[uint32]bool
+	mu sync.Mutex
+	// +checklocks:mu
+	drawn []uint32 // all drawn IDs; at most maxDrawn, unless more layers exist
+	// +checklocks:mu
+	next int // index of the next ID to reuse when drawn is full
+	// +checklocks:mu
+	used map[uint32]bool
 }
 
 // OpenQuotas returns the quotas of the filesystem of dir. limit is the maximum size of a layer in
@@ -113,6 +116,8 @@ func (q *Quotas) reserve() uint32 {
 }
 
 // draw returns a random unused ID. The caller holds mu.
+//
+// +checklocks:q.mu
 func (q *Quotas) draw() uint32 {
 	for {
 		project := q.first + rand.Uint32N(projects) // seeded by the kernel and unpredictable

@@ -20,7 +20,8 @@ import (
 type Sources struct {
 	tasks *task.Runner
 	mu    sync.Mutex
-	busy  map[string]chan struct{} // closed when the current access ends
+	// +checklocks:mu
+	busy map[string]chan struct{} // closed when the current access ends
 }
 
 // NewSources returns an idle Sources.

@@ -25,6 +25,7 @@ const (
 // is ready to use. The lock guards the map and is held for map operations only.
 type Users struct {
 	mu sync.Mutex
+	// +checklocks:mu
 	by map[string]UserFiles
 }
 

@@ -19,7 +19,8 @@ var ErrBehind = errors.New("the reader is too far behind: items were dropped")
 type Feed[T any] struct {
 	limit int // items kept for each reader
 
-	mu      sync.Mutex // guards readers and their queues; held while an item is created
+	mu sync.Mutex // guards readers and their queues; held while an item is created
+	// +checklocks:mu
 	readers map[*FeedReader[T]]struct{}
 }
 

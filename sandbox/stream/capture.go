@@ -38,15 +38,28 @@ type capture struct {
 	all *outputBudget
 	max int // of both streams together
 
-	mu    sync.Mutex
-	data  [2][]byte
+	mu sync.Mutex
+	// +checklocks:mu
+	data [2][]byte
+	// +checklocks:mu
 	taken int // bytes reserved, which may exceed len(data)
 }
 
 func newCapture(all *outputBudget) *capture { return &capture{all: all, max: MaxOutput} }
 
 // release returns the reserved bytes to the budget.
-func (c *capture) release() { c.all.held.Add(-int64(shared(c.taken))) }
+func (c *capture) release() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.all.held.Add(-int64(shared(c.taken)))
+}
+
+// kept returns what the command has written so far.
+func (c *capture) kept() (stdout, stderr []byte) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.data[0], c.data[1]
+}
 
 // shared returns the part of n bytes that counts against the shared budget.
 func shared(n int) int { return max(n-ownOutput, 0) }

@@ -26,7 +26,8 @@ const dialTime = 10 * time.Second
 type dialLimiter struct {
 	slots *semaphore.Weighted
 	mu    sync.Mutex
-	pods  map[string]*podDials
+	// +checklocks:mu
+	pods map[string]*podDials
 }
 
 // podDials limits the connections to one pod. users counts the open and waiting connections.

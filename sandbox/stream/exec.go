@@ -59,13 +59,14 @@ type Result struct {
 // ExecSync runs a command without a client and returns its output, up to MaxOutput. When all
 // ExecSyncs exceed their shared budget, it kills the command and returns ResourceExhausted.
 func (r runner) ExecSync(ctx context.Context, request *proto.Exec) (*Result, error) {
-	kept := newCapture(r.outputs)
-	defer kept.release()
-	code, err := r.execPipes(ctx, request, IO{Stdout: kept.writer(0), Stderr: kept.writer(1)})
+	output := newCapture(r.outputs)
+	defer output.release()
+	code, err := r.execPipes(ctx, request, IO{Stdout: output.writer(0), Stderr: output.writer(1)})
 	if err != nil {
 		return nil, err
 	}
-	return &Result{ExitCode: code, Stdout: kept.data[0], Stderr: kept.data[1]}, nil
+	stdout, stderr := output.kept()
+	return &Result{ExitCode: code, Stdout: stdout, Stderr: stderr}, nil
 }
 
 // execPipes runs a command without a terminal.

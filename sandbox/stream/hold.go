@@ -12,7 +12,8 @@ import (
 // holds are the containers in which no exec may start, because they are being checkpointed. The
 // zero value is ready for use. The lock guards the map and is held only to use it.
 type holds struct {
-	mu   sync.Mutex
+	mu sync.Mutex
+	// +checklocks:mu
 	held map[string]chan struct{} // closed when the hold ends; by ContainerTarget.String
 }
 

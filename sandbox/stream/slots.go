@@ -45,9 +45,11 @@ type slots struct {
 	maxEach int          // per object
 	spare   func() error // fails without spare descriptors; nil: not checked
 
-	mu    sync.Mutex
+	mu sync.Mutex
+	// +checklocks:mu
 	taken int
-	each  map[string]int
+	// +checklocks:mu
+	each map[string]int
 }
 
 func newSlots(what string, all, each int) *slots {

@@ -63,9 +63,11 @@ type Store struct {
 	max int64 // bytes of all indexes
 	log *slog.Logger
 
-	mu      sync.Mutex // guards the fields below and those of each entry
+	mu sync.Mutex // guards the fields below and those of each entry
+	// +checklocks:mu
 	entries map[digest.Digest]*entry
-	bytes   int64 // of all entries
+	// +checklocks:mu
+	bytes int64 // of all entries
 }
 
 // entry is an index.
@@ -335,6 +337,8 @@ func (s *Store) makeRoom(n int64) bool {
 
 // oldest returns the blob of the least recently used index that is not busy, or "". The caller
 // holds the lock.
+//
+// +checklocks:s.mu
 func (s *Store) oldest() (oldest digest.Digest) {
 	for blob, e := range s.entries {
 		if !e.busy && (oldest == "" || e.used.Before(s.entries[oldest].used)) {

@@ -34,9 +34,11 @@ type Server struct {
 	t        testing.TB
 	registry http.Handler
 
-	mu       sync.Mutex // guards the fields below
-	requests []string   // "GET /v2/…"
-	headers  []http.Header
+	mu sync.Mutex
+	// +checklocks:mu
+	requests []string // "GET /v2/…"
+	// +checklocks:mu
+	headers []http.Header
 }
 
 // New starts a registry that speaks plain HTTP.

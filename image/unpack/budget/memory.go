@@ -26,14 +26,18 @@ const usualWindow = 8 << 20
 // maximum per layer is free. Such layers wait in a queue and hold only the minimum, so each gets
 // its memory eventually. Small layers continue meanwhile.
 type memory struct {
-	least, most int64         // per process, in bytes of a tree
-	rest        int64         // total beyond the minimum of each process
-	line        chan struct{} // holds one token: its holder is first in the queue
+	least int64         // per process, in bytes of a tree
+	most  int64         // likewise
+	rest  int64         // total beyond the minimum of each process
+	line  chan struct{} // holds one token: its holder is first in the queue
 
-	mu      sync.Mutex    // guards all fields below
-	free    int64         // of the rest
-	waiting bool          // a layer waits: new processes get the minimum
-	freed   chan struct{} // closed when memory is released
+	mu sync.Mutex
+	// +checklocks:mu
+	free int64 // of the rest
+	// +checklocks:mu
+	waiting bool // a layer waits: new processes get the minimum
+	// +checklocks:mu
+	freed chan struct{} // closed when memory is released
 }
 
 // newMemory divides all bytes among a number of processes. If all is
