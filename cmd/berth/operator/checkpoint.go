@@ -65,7 +65,6 @@ writes to standard output. docs/checkpoint.md lists what cannot be saved.`,
 		defer signal.Stop(pipes)
 		return cli.InterruptStatus(ctx, options.run(ctx, cmd, c, args[0]))
 	})
-	cmd.AddCommand(checkpointInspectCommand(o))
 	return cmd
 }
 

@@ -6,7 +6,6 @@ package operator
 import (
 	"fmt"
 	"os"
-	"slices"
 
 	"github.com/go-logr/logr"
 	"github.com/spf13/cobra"
@@ -33,11 +32,7 @@ func Commands() []*cobra.Command {
 		runCommand(o), psCommand(o), logsCommand(o), execCommand(o), cpCommand(o), rmCommand(o), imagesCommand(o),
 		pullCommand(o), versionCommand(o), checkpointCommand(o), restoreCommand(o), traceCommand(o),
 	}
-	all := slices.Clone(commands)
 	for _, cmd := range commands {
-		all = append(all, cmd.Commands()...)
-	}
-	for _, cmd := range all {
 		o.AddFlag(cmd, cmd.Flags())
 		cmd.SilenceUsage, cmd.SilenceErrors = true, true
 	}

@@ -133,7 +133,7 @@ func (r *restoreOptions) permit(plan *restorePlan, access []string) error {
 // restoreSettings are options of the daemon that a restore depends on. An older daemon does not
 // report checkpoint.restore and has no such limit.
 type restoreSettings struct {
-	Root, CheckpointCRIU, CheckpointRestore string
+	Root, CheckpointRestore string
 }
 
 // readSettings asks the daemon for its options.
