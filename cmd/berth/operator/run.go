@@ -61,7 +61,6 @@ by its path.`,
 	flags := cmd.Flags()
 	flags.BoolVarP(&r.config.Detach, "detach", "d", false, "print the pods' IDs once their containers run, and exit")
 	flags.StringVar(&r.config.Dir, "run-dir", defaultRunDir, "directory for the pods' files while they exist (volumes, hosts, logs)")
-	flags.StringVar(&r.config.LogDir, "log-dir", "", "keep logs below this directory, in the layout of /var/log/pods")
 	flags.StringVar(&r.config.CgroupParent, "cgroup-parent", "", "parent cgroup of the pods (default: the daemon's choice)")
 	flags.StringVar(&r.pull, "pull", "", "pull images always, missing ones or never (default: the manifest's imagePullPolicy)")
 	cli.Complete(cmd, "pull", slices.Sorted(maps.Keys(pullPolicies))...)
