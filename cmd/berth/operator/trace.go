@@ -1,19 +1,14 @@
 package operator
 
 import (
-	"bytes"
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"math"
 	"slices"
 	"strconv"
 	"time"
-	"unicode"
-	"unicode/utf16"
 
 	"github.com/spf13/cobra"
 
@@ -100,7 +95,7 @@ func listStarts(ctx context.Context, w io.Writer, c *client.Client, how *cli.Out
 		starts = starts[:min(slowest, len(starts))]
 	}
 	if how.JSON() {
-		return printData(w, starts)
+		return cli.PrintJSON(w, starts)
 	}
 	table := [][]cli.Cell{cli.Cells("POD", "NAME", "NAMESPACE", "AGE", "CONTAINERS", "TOOK", "PULL", "RESULT")}
 	for _, s := range starts {
@@ -125,7 +120,7 @@ func startRow(s history.Summary) []cli.Cell {
 
 func printTrace(w io.Writer, how *cli.Output, start history.Start) error {
 	if how.JSON() {
-		return printData(w, start.Operations)
+		return cli.PrintJSON(w, start.Operations)
 	}
 	chart := waterfall.Chart{Fold: foldIdle, Hide: hideShort, Spans: spansOf(start.Operations),
 		Title: fmt.Sprintf("%s/%s: %s in berth", start.Namespace, start.Name, waterfall.Took(trace.Busy(start.Operations)))}
@@ -137,31 +132,6 @@ func printTrace(w io.Writer, how *cli.Output, start history.Start) error {
 		columns = int(size.Width)
 	}
 	return chart.Text(w, columns)
-}
-
-// printData prints data as JSON, a start with every span. Names and reasons may come from anywhere,
-// and the output may go to a terminal. So printData escapes invisible characters and marks that
-// change the direction of text. These occur only in strings, where JSON allows the escapes.
-func printData(w io.Writer, v any) error {
-	data, err := json.MarshalIndent(v, "", "  ")
-	if err != nil {
-		return err
-	}
-	var out bytes.Buffer
-	for _, r := range string(data) {
-		switch {
-		case r == '\n' || unicode.IsPrint(r):
-			out.WriteRune(r)
-		case r > math.MaxUint16:
-			high, low := utf16.EncodeRune(r)
-			fmt.Fprintf(&out, `\u%04x\u%04x`, high, low)
-		default:
-			fmt.Fprintf(&out, `\u%04x`, r)
-		}
-	}
-	out.WriteByte('\n')
-	_, err = w.Write(out.Bytes())
-	return err
 }
 
 // spansOf are operations as bars on one axis.

@@ -6,7 +6,6 @@ import (
 	"strings"
 	"testing"
 	"time"
-	"unicode"
 
 	"berth/cmd/berth/client/clienttest"
 	"berth/internal/testutil"
@@ -61,22 +60,6 @@ func TestTrace(t *testing.T) {
 	var operations []trace.Operation
 	if err := json.Unmarshal([]byte(c.must("trace", "default/web", "-o", "json")), &operations); err != nil || len(operations) != 2 || operations[1].Spans[1].Took != 2500000 {
 		t.Errorf("%+v: %v", operations, err)
-	}
-}
-
-// The output must be safe for a terminal and decode to the original data.
-func TestTraceAsData(t *testing.T) {
-	const hostile = "a\x1b[31m\u009b\u202e\U000e0001é\n"
-	var out strings.Builder
-	if err := printData(&out, []trace.Operation{{Object: hostile}}); err != nil {
-		t.Fatal(err)
-	}
-	if i := strings.IndexFunc(out.String(), func(r rune) bool { return r != '\n' && !unicode.IsPrint(r) }); i >= 0 {
-		t.Errorf("printed: %q", out.String()[i:])
-	}
-	var back []trace.Operation
-	if err := json.Unmarshal([]byte(out.String()), &back); err != nil || len(back) != 1 || back[0].Object != hostile {
-		t.Errorf("it is %+v; %v", back, err)
 	}
 }
 
