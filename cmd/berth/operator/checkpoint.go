@@ -45,7 +45,7 @@ it. Volumes are not part of it. Established TCP connections are closed in the co
 If FILE is an empty directory, the files of a pod are written to it directly. "-"
 writes to standard output. docs/checkpoint.md lists what cannot be saved.`,
 		Example: "  berth checkpoint web -o web.tar\n  berth checkpoint web/app -o app.tar\n" +
-			"  berth checkpoint web --rm -o - | ssh node2 berth restore --foreign -",
+			"  berth checkpoint web --rm -o - | ssh node2 berth restore -",
 		Args: cli.Args(1, 1, "name a container or pod"),
 	}
 	flags := cmd.Flags()
