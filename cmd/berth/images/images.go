@@ -73,6 +73,3 @@ type call struct {
 	*cobra.Command
 	args []string
 }
-
-// Close closes the connection.
-func (c *call) Close() error { return c.Client.Close() }
