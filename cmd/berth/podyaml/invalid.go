@@ -2,6 +2,7 @@ package podyaml
 
 import (
 	"fmt"
+	"maps"
 	"path"
 	"slices"
 	"strings"
@@ -167,9 +168,9 @@ func (c *checker) resources(ctr Container) {
 		name   string
 		values corev1.ResourceList
 	}{{"limits", ctr.Resources.Limits}, {"requests", ctr.Resources.Requests}} {
-		for _, name := range sortedNames(list.values) {
+		for _, name := range slices.Sorted(maps.Keys(list.values)) {
 			where := fmt.Sprintf("%s.resources.%s.%s", ctr.Path, list.name, name)
-			if !knownResource(name) {
+			if !slices.Contains(honouredResources, name) {
 				c.add(where, needsKubelet)
 			}
 			if q := list.values[name]; q.Sign() < 0 {

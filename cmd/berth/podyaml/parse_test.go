@@ -120,8 +120,9 @@ volumes:
 		`spec.containers[0].envFrom[0]: the manifest has no ConfigMap "m"`, "spec.containers[0].envFrom[1]: needs configMapRef or secretRef",
 		"spec.containers[0].env[0].name:", "spec.containers[0].env[1]: has more than one source",
 		`spec.containers[0].env[1].valueFrom: the manifest has no Secret "s"`}},
-	{"resources", one("resources: {limits: {cpu: '1'}, requests: {memory: '-1', ephemeral-storage: '1'}}"), []string{
-		"spec.containers[0].resources.requests.ephemeral-storage: needs a kubelet", "spec.containers[0].resources.requests.memory:"}},
+	{"resources", one("resources: {limits: {cpu: '1', hugepages-2Mi: 4Mi}, requests: {memory: '-1', ephemeral-storage: '1'}}"), []string{
+		"spec.containers[0].resources.limits.hugepages-2Mi: needs a kubelet", "spec.containers[0].resources.requests.ephemeral-storage: needs",
+		"spec.containers[0].resources.requests.hugepages-2Mi: needs", "spec.containers[0].resources.requests.memory:"}},
 	{"ports", "containers: [{name: a, image: b, ports: [{containerPort: 80, hostPort: 8080}]}, {name: c, image: b, ports: [{containerPort: 81, hostPort: 8080}, {containerPort: 1, protocol: ICMP}]}]", []string{
 		`spec.containers[1].ports[0].hostPort: "/TCP/8080" is there twice`,
 		`spec.containers[1].ports[1].protocol: "ICMP"`}},
@@ -215,7 +216,7 @@ func TestParseSetsAPIServerDefaults(t *testing.T) {
 func FuzzParse(f *testing.F) {
 	for _, spec := range []string{
 		one(""), one("env: [{name: A, value: $(B)}]"), "volumes: [{name: v, emptyDir: {}}]\n" + one("volumeMounts: [{name: v, mountPath: /x}]"),
-		"securityContext: {sysctls: [{name: a.b, value: c}]}\n" + one("resources: {limits: {hugepages-2Mi: 4Mi}}"),
+		"securityContext: {sysctls: [{name: a.b, value: c}]}\n" + one("resources: {limits: {memory: 4Mi}}"),
 	} {
 		f.Add([]byte(manifest(spec)))
 	}
