@@ -55,15 +55,13 @@ writes to standard output. docs/checkpoint.md lists what cannot be saved.`,
 	flags.BoolVar(&options.remove, "rm", false, "afterwards kill and remove the pod or container")
 	flags.StringVar(&options.runDir, "run-dir", defaultRunDir, "directory in which berth run keeps pods' files")
 	cmd.ValidArgsFunction = o.completeNames(containerNames, podNames)
-	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
-		ctx, stop := cli.Interruptible(cmd.Context())
-		defer stop()
+	cmd.RunE = o.Connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		// A reader that leaves must neither leave the copy in the temporary directory nor end in a
 		// removal.
 		pipes := make(chan os.Signal, 1)
 		signal.Notify(pipes, unix.SIGPIPE)
 		defer signal.Stop(pipes)
-		return cli.InterruptStatus(ctx, options.run(ctx, cmd, c, args[0]))
+		return options.run(cmd.Context(), cmd, c, args[0])
 	})
 	return cmd
 }

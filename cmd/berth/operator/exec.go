@@ -53,7 +53,7 @@ need berth as the runtime. They change no capabilities.`,
 		if err != nil {
 			return execStatus(err)
 		}
-		return execStatus(o.connected(e.run)(cmd, args))
+		return execStatus(o.Connected(e.run)(cmd, args))
 	}
 	return cmd
 }
@@ -92,13 +92,15 @@ func (e *execution) run(cmd *cobra.Command, args []string, c *client.Client) err
 	if e.terminal && e.stdin && !isTerminal(cmd.InOrStdin()) {
 		cmd.PrintErrln("berth: warning: standard input is not a terminal; leave out -t for a pipe or file")
 	}
-	ctx, stop := cli.Interruptible(cmd.Context())
-	defer stop()
-	err = e.session.run(ctx, cmd, func(ctx context.Context) (string, error) {
+	err = e.session.run(cmd.Context(), cmd, func(ctx context.Context) (string, error) {
 		return e.options.url(ctx, c, container, &runtimeapi.ExecRequest{ContainerId: container.GetId(), Cmd: args[1:],
 			Tty: e.terminal, Stdin: e.stdin, Stdout: true, Stderr: !e.terminal})
 	})
-	return sessionStatus(ctx, "exec in container "+client.ContainerName(container), err)
+	var exit *cli.ExitStatus
+	if err == nil || errors.As(err, &exit) {
+		return err // the exit status of the command needs no explanation
+	}
+	return client.Explain("exec in container "+client.ContainerName(container), err)
 }
 
 // Errors of libcontainer, runc, crun and runsc about the program itself or its directory. CRI has
@@ -132,13 +134,4 @@ func flagStatus(cmd *cobra.Command, err error) error {
 		return err
 	}
 	return execStatus(err)
-}
-
-// sessionStatus explains an error of a session. A command's exit status needs no explanation.
-func sessionStatus(ctx context.Context, what string, err error) error {
-	var exit *cli.ExitStatus
-	if err == nil || errors.As(err, &exit) {
-		return err
-	}
-	return cli.InterruptStatus(ctx, client.Explain(what, err))
 }

@@ -29,7 +29,7 @@ only the rest.`,
 	cmd.Flags().StringVar(&creds, "creds", "", "user:password for the registry (default: those of the runtime's configuration)")
 	cmd.Flags().BoolVarP(&quiet, "quiet", "q", false, "print no progress")
 	cmd.ValidArgsFunction = o.completeNames(imageNames)
-	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+	cmd.RunE = o.Connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		auth, err := parseCreds(creds)
 		if err != nil {
 			return err
@@ -38,11 +38,9 @@ only the rest.`,
 		if quiet {
 			show.out = io.Discard
 		}
-		ctx, stop := cli.Interruptible(cmd.Context())
-		defer stop()
-		id, err := c.PullWithProgress(ctx, args[0], auth, show.update)
+		id, err := c.PullWithProgress(cmd.Context(), args[0], auth, show.update)
 		if err != nil {
-			return cli.InterruptStatus(ctx, err)
+			return err
 		}
 		show.done()
 		_, err = fmt.Fprintln(cmd.OutOrStdout(), id)

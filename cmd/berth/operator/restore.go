@@ -69,10 +69,8 @@ Files decide what a pod may access, so a file that gives its pod access to the n
 	flags.BoolVar(&r.dryRun, "dry-run", false, "only print what would run")
 	cli.DurationVar(flags, &r.timeout, "timeout", 0, "give up after this time; 0: the runtime's limit")
 	flags.StringVar(&r.runDir, "run-dir", defaultRunDir, "directory for the pod's files while it exists (hosts, logs)")
-	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
-		ctx, stop := cli.Interruptible(cmd.Context())
-		defer stop()
-		return cli.InterruptStatus(ctx, r.run(ctx, cmd, c, args[0]))
+	cmd.RunE = o.Connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+		return r.run(cmd.Context(), cmd, c, args[0])
 	})
 	return cmd
 }

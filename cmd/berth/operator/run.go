@@ -79,7 +79,7 @@ func (r *runOptions) run(o *Connection, cmd *cobra.Command, args []string) error
 	if err != nil {
 		return &cli.ExitStatus{Code: codeFailed, Cause: err}
 	}
-	return execStatus(o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
+	return execStatus(o.dialed(func(cmd *cobra.Command, _ []string, c *client.Client) error {
 		return r.runManifest(cmd, c, manifest)
 	})(cmd, args))
 }

@@ -56,7 +56,7 @@ and of earlier daemons. Without POD, the command lists them, the newest first. W
 		return slowestArgs(&slowest, args)
 	}
 	cmd.ValidArgsFunction = o.completeNames(podNames)
-	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+	cmd.RunE = o.Connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		if slowest > 0 || len(args) == 0 {
 			return listStarts(cmd.Context(), cmd.OutOrStdout(), c, how, slowest)
 		}
