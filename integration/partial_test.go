@@ -116,7 +116,7 @@ func TestCancelledPullResumes(t *testing.T) {
 	}
 	for name, start := range map[string]func(*testing.T, *harness.Daemon, *brokenPull) (cancel func()){
 		"berth image pull": command("image", "pull"),
-		"berth pull":       command("pull", "--progress", "json"),
+		"berth pull":       command("pull", "--quiet"),
 		"PullImage": func(t *testing.T, d *harness.Daemon, b *brokenPull) func() {
 			ctx, cancel := context.WithCancel(t.Context())
 			done := harness.Go(func() error {

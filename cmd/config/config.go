@@ -9,7 +9,7 @@
 // The configuration is a TOML file and the files of a directory beside it. Flags override the
 // files, later files override earlier ones, and all override the defaults. Load refuses a file
 // with an unknown key, so that a misspelled key cannot leave a default in place. It accepts the
-// keys of release 0.2, which had no tables, with a warning; "berth config migrate" rewrites them.
+// keys of release 0.2, which had no tables, with a warning; "berth config migrate" prints the new ones.
 package config
 
 import (

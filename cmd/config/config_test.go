@@ -113,23 +113,6 @@ func TestDefaultTOMLRoundTrip(t *testing.T) {
 	}
 }
 
-func TestReferenceIsUpToDate(t *testing.T) {
-	t.Parallel()
-	const path = "../../docs/config.md"
-	if *update {
-		if err := os.WriteFile(path, []byte(Reference()), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-	got, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if string(got) != Reference() {
-		t.Error("docs/config.md differs from the options; run: go test ./cmd/config -run Reference -update")
-	}
-}
-
 func TestExampleFileIsValid(t *testing.T) {
 	t.Parallel()
 	const path = "../../contrib/systemd/config.toml"

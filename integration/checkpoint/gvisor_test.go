@@ -139,7 +139,7 @@ func TestGVisorContainerArchive(t *testing.T) {
 	restored.Remove(t)
 }
 
-// The commands describe and restore checkpoints of sandboxes. The handler is that of the
+// The commands save and restore checkpoints of sandboxes. The handler is that of the
 // checkpoint.
 func TestGVisorCommands(t *testing.T) {
 	d := startGVisor(t)
@@ -158,7 +158,7 @@ func TestGVisorCommands(t *testing.T) {
 	}
 	file := filepath.Join(outputDir(t, d), "pod.tar")
 	berth("checkpoint", pod.Id, "-o", file)
-	harness.WantText(t, "inspect", berth("checkpoint", "inspect", file), "runsc version", "handler      "+gvisor, "possible, as far as the manifest says")
+	harness.WantText(t, "dry run", berth("restore", "--dry-run", file), "saved by this node", "container")
 	pod.Remove(t)
 	runDir := filepath.Join(d.Dir, "run")
 	berth("restore", file, "--allow-node-access", "--name", "copy", "--run-dir", runDir, "--cgroup-parent", d.CgroupParent("copy"))

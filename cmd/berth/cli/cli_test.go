@@ -3,13 +3,16 @@ package cli
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"os"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
+	"unicode"
 
 	"github.com/spf13/pflag"
 )
@@ -88,5 +91,22 @@ func TestDurationsWithoutUnitAreSeconds(t *testing.T) {
 		if want < 0 && err == nil || want >= 0 && (err != nil || d != want) {
 			t.Errorf("%q is %v, %v; want %v", text, d, err, want)
 		}
+	}
+}
+
+// JSON must be safe for a terminal and decode to the original data.
+func TestPrintJSON(t *testing.T) {
+	t.Parallel()
+	const hostile = "a\x1b[31m\u009b\u202e\U000e0001é\n<b>"
+	var out strings.Builder
+	if err := PrintJSON(&out, []string{hostile}); err != nil {
+		t.Fatal(err)
+	}
+	if i := strings.IndexFunc(out.String(), func(r rune) bool { return r != '\n' && !unicode.IsPrint(r) }); i >= 0 {
+		t.Errorf("printed: %q", out.String()[i:])
+	}
+	var back []string
+	if err := json.Unmarshal([]byte(out.String()), &back); err != nil || len(back) != 1 || back[0] != hostile {
+		t.Errorf("it is %+v; %v", back, err)
 	}
 }

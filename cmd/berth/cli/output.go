@@ -1,11 +1,15 @@
 package cli
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"io"
+	"math"
 	"slices"
 	"strings"
+	"unicode"
+	"unicode/utf16"
 
 	"github.com/spf13/cobra"
 )
@@ -57,10 +61,28 @@ func (o *Output) Set(s string) error {
 	return nil
 }
 
-// PrintJSON prints a value as indented JSON.
+// PrintJSON prints a value as indented JSON. Its texts may come from images and manifests, and the
+// output may go to a terminal. So PrintJSON escapes invisible characters and marks that change the
+// direction of text. These occur only in strings, where JSON allows the escapes.
 func PrintJSON(w io.Writer, value any) error {
-	enc := json.NewEncoder(w)
+	var plain, out bytes.Buffer
+	enc := json.NewEncoder(&plain)
 	enc.SetEscapeHTML(false)
 	enc.SetIndent("", "  ")
-	return enc.Encode(value)
+	if err := enc.Encode(value); err != nil {
+		return err
+	}
+	for _, r := range plain.String() {
+		switch {
+		case r == '\n' || unicode.IsPrint(r):
+			out.WriteRune(r)
+		case r > math.MaxUint16:
+			high, low := utf16.EncodeRune(r)
+			fmt.Fprintf(&out, `\u%04x\u%04x`, high, low)
+		default:
+			fmt.Fprintf(&out, `\u%04x`, r)
+		}
+	}
+	_, err := w.Write(out.Bytes())
+	return err
 }

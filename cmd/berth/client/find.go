@@ -71,18 +71,9 @@ func (c *Client) FindPod(ctx context.Context, ref string) (*runtimeapi.PodSandbo
 	return only("pod", ref, found)
 }
 
-// FindContainer is FindPod for a container. Names are its own, pod/name and namespace/pod/name. A
-// name identifies the newest of several attempts.
-func (c *Client) FindContainer(ctx context.Context, ref string) (*runtimeapi.Container, error) {
-	found, err := c.matchContainers(ctx, ref)
-	if err != nil {
-		return nil, err
-	}
-	return only("container", ref, found)
-}
-
-// Find returns the container or pod that ref identifies. A reference that matches a container and a
-// pod in the same form is ambiguous.
+// Find returns the container or pod that ref identifies, in the forms of FindPod. The names of a
+// container are its own, pod/name and namespace/pod/name, and mean the newest of several attempts.
+// A reference that matches a container and a pod in the same form is ambiguous.
 func (c *Client) Find(ctx context.Context, ref string) (*runtimeapi.Container, *runtimeapi.PodSandbox, error) {
 	return c.find(ctx, ref, false)
 }

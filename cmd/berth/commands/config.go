@@ -1,12 +1,9 @@
 package commands
 
 import (
-	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"os"
-	"path/filepath"
 
 	"github.com/spf13/cobra"
 
@@ -92,72 +89,28 @@ only the options that differ from their defaults.`,
 }
 
 func migrateConfigCommand() *cobra.Command {
-	var write bool
-	cmd := &cobra.Command{
+	return &cobra.Command{
 		Use:   "migrate [FILE]",
-		Short: "Rewrite a configuration file of release 0.2",
-		Long: `Rewrite a configuration file with the keys of release 0.2 and print it. With --write,
-replace the file and keep the old one as FILE.old.`,
-		Args: cli.Args(0, 1, ""),
+		Short: "Print a configuration file of release 0.2 with the present keys",
+		Long: `Print a configuration file with the keys of release 0.2 in its present form, with its
+comments. The file itself stays as it is.`,
+		Example: "  berth config migrate >new.toml",
+		Args:    cli.Args(0, 1, ""),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			name := config.DefaultPath
 			if len(args) > 0 {
 				name = args[0]
 			}
-			return migrateFile(cmd.OutOrStdout(), name, write)
+			content, err := os.ReadFile(name)
+			if err != nil {
+				return fmt.Errorf("read configuration: %w", err)
+			}
+			text, err := config.Migrate(name, content)
+			if err != nil {
+				return err
+			}
+			_, err = io.WriteString(cmd.OutOrStdout(), text)
+			return err
 		},
 	}
-	cmd.Flags().BoolVarP(&write, "write", "w", false, "replace the file")
-	return cmd
-}
-
-// migrateFile prints the new form of a file, or replaces it.
-func migrateFile(out io.Writer, name string, write bool) error {
-	content, err := os.ReadFile(name)
-	if err != nil {
-		return fmt.Errorf("read configuration: %w", err)
-	}
-	text, err := config.Migrate(name, content)
-	if err != nil {
-		return err
-	}
-	if !write {
-		_, err := io.WriteString(out, text)
-		return err
-	}
-	if text == string(content) {
-		_, err := fmt.Fprintf(out, "%s has no obsolete keys\n", name)
-		return err
-	}
-	return replaceFile(name, text)
-}
-
-// replaceFile writes the content of a file atomically. It keeps the old one with the suffix .old.
-func replaceFile(name, text string) error {
-	info, err := os.Stat(name)
-	if err != nil {
-		return fmt.Errorf("replace configuration: %w", err)
-	}
-	next, err := os.CreateTemp(filepath.Dir(name), ".config-*")
-	if err != nil {
-		return fmt.Errorf("replace configuration: %w", err)
-	}
-	_, err = next.WriteString(text)
-	err = errors.Join(err, next.Chmod(info.Mode().Perm()), next.Sync(), next.Close())
-	if err == nil {
-		err = os.Remove(name + ".old")
-		if errors.Is(err, fs.ErrNotExist) {
-			err = nil
-		}
-	}
-	if err == nil {
-		err = os.Link(name, name+".old")
-	}
-	if err == nil {
-		err = os.Rename(next.Name(), name)
-	}
-	if err != nil {
-		return errors.Join(fmt.Errorf("replace configuration: %w", err), os.Remove(next.Name()))
-	}
-	return nil
 }

@@ -6,10 +6,7 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
-	"path/filepath"
 	"time"
-
-	"github.com/fsnotify/fsnotify"
 )
 
 // All as Options.Tail selects every line.
@@ -65,12 +62,7 @@ func (r *reader) once(ctx context.Context) error {
 
 // follow reads, waits for more, and switches to the next file after a rotation.
 func (r *reader) follow(ctx context.Context) error {
-	watch, err := newWatch(r.path)
-	if err != nil {
-		return err
-	}
-	defer watch.Close()
-	src, err := r.awaitFile(ctx, watch)
+	src, err := r.awaitFile(ctx)
 	if src == nil || err != nil {
 		return err
 	}
@@ -92,14 +84,14 @@ func (r *reader) follow(ctx context.Context) error {
 		if ended {
 			return r.finish()
 		}
-		if err := watch.wait(ctx, r.options.Ended); err != nil {
+		if err := r.wait(ctx); err != nil {
 			return err
 		}
 	}
 }
 
 // awaitFile opens the file once it exists. It returns nil if the log ended without one.
-func (r *reader) awaitFile(ctx context.Context, watch *watch) (*source, error) {
+func (r *reader) awaitFile(ctx context.Context) (*source, error) {
 	for {
 		ended := r.ended()
 		src, err := openSource(r.path)
@@ -111,7 +103,7 @@ func (r *reader) awaitFile(ctx context.Context, watch *watch) (*source, error) {
 		case ended:
 			return nil, nil
 		}
-		if err := watch.wait(ctx, r.options.Ended); err != nil {
+		if err := r.wait(ctx); err != nil {
 			return nil, err
 		}
 	}
@@ -235,45 +227,17 @@ func (r *reader) report() error {
 	return nil
 }
 
-// watch reports changes in the directory of a log file.
-type watch struct {
-	notify *fsnotify.Watcher
-	tick   *time.Ticker
-}
-
-// lookAgain bounds the delay after a missed event. inotify drops events when its queue is full, and
-// some filesystems have none.
-const lookAgain = time.Second
-
-// newWatch watches the directory, because a rotation replaces the file. A watch on a directory
-// reports writes to all its files.
-func newWatch(path string) (*watch, error) {
-	notify, err := fsnotify.NewWatcher()
-	if err != nil {
-		return nil, fmt.Errorf("watch log %s: %w", path, err)
-	}
-	dir := filepath.Dir(path)
-	if err := notify.Add(dir); err != nil {
-		return nil, errors.Join(fmt.Errorf("watch log directory %s: %w", dir, err), notify.Close())
-	}
-	return &watch{notify: notify, tick: time.NewTicker(lookAgain)}, nil
-}
+// lookAgain is the time between two looks at the file. inotify would tell changes sooner, but kubelet
+// and the pods of a full node may have taken all of the user's instances.
+const lookAgain = 100 * time.Millisecond
 
 // wait returns nil when the file may have changed.
-func (w *watch) wait(ctx context.Context, ended <-chan struct{}) error {
+func (r *reader) wait(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
 		return context.Cause(ctx)
-	case <-ended:
-	case <-w.notify.Events:
-	case <-w.notify.Errors: // overflow: events were lost
-	case <-w.tick.C:
+	case <-r.options.Ended: // never ready for a nil channel
+	case <-time.After(lookAgain):
 	}
 	return nil
-}
-
-// Close ends the watch. A reader does not need the error of closing it.
-func (w *watch) Close() {
-	w.tick.Stop()
-	_ = w.notify.Close()
 }

@@ -17,7 +17,8 @@ import (
 // what the node says.
 type clean []byte
 
-// asIs is for content whose form the kernel or this program decides: numbers and fixed words.
+// asIs is for content whose form the kernel, the distribution or this program decides: numbers and
+// fixed words.
 func asIs(content []byte) (clean, error) { return content, nil }
 
 // free cleans free text.
@@ -39,8 +40,11 @@ func (m *masker) document(content []byte) (clean, error) {
 	if err := decoder.Decode(&v); err != nil {
 		return m.free(content)
 	}
-	return indented(m.tree(v, func(keys []string) bool { return !secretKey.MatchString(keys[len(keys)-1]) }))
+	return indented(m.tree(v, isShown))
 }
+
+// isShown reports whether the last key does not name a secret.
+func isShown(keys []string) bool { return !secretKey.MatchString(keys[len(keys)-1]) }
 
 func indented(v any) (clean, error) { return json.MarshalIndent(v, "", "  ") }
 
@@ -84,16 +88,12 @@ func (m *masker) phrase(s string) string {
 	return cleaned
 }
 
-// hostKeys are the keys of a host in hosts.toml that have no secrets.
-var hostKeys = setOf("capabilities", "ca", "client", "skip_verify", "override_path", "dial_timeout")
-
-// hosts cleans a hosts.toml: the names of hosts are known, HTTP headers are not.
+// hosts cleans a hosts.toml: the names of hosts are known, HTTP headers are removed.
 func (m *masker) hosts(content []byte) (clean, error) {
 	var v map[string]any
 	if err := toml.Unmarshal(content, &v); err != nil {
 		return nil, fmt.Errorf("no valid TOML: %w", err)
 	}
-	m = m.with(slices.Collect(maps.Keys(hostKeys))...)
 	if server, ok := v["server"].(string); ok {
 		m = m.withHost(server)
 	}
@@ -102,13 +102,7 @@ func (m *masker) hosts(content []byte) (clean, error) {
 		m = m.withHost(name)
 	}
 	return toml.Marshal(m.tree(v, func(keys []string) bool {
-		switch len(keys) {
-		case 1:
-			return keys[0] == "server" || keys[0] == "host" || hostKeys[keys[0]]
-		case 2:
-			return keys[0] == "host"
-		}
-		return hostKeys[keys[2]]
+		return !slices.Contains(keys, "header") && isShown(keys)
 	}))
 }
 
@@ -122,31 +116,19 @@ func (m *masker) withHost(url string) *masker {
 	return m
 }
 
-// cniNames are the keys of the well-known CNI plugins whose values are names, cniKeys the others
-// without secrets.
+// cniNames are the keys of the well-known CNI plugins whose values are names.
 var (
-	cniNames = setOf("name", "type", "bridge", "master", "cniVersion", "cniVersions", "mode", "ifName")
-	cniKeys  = setOf("mtu", "disableCheck", "disableGC", "isGateway", "isDefaultGateway", "forceAddress", "ipMasq",
-		"hairpinMode", "promiscMode", "vlan", "vlanTrunk", "id", "minID", "maxID", "preserveDefaultVlan", "subnet",
-		"rangeStart", "rangeEnd", "gateway", "dst", "gw", "dataDir", "resolvConf", "address", "addresses", "nameservers",
-		"domain", "search", "options", "portMappings", "bandwidth", "ipRanges", "ips", "mac", "snat", "masqAll",
-		"conditionsV4", "conditionsV6", "markMasqBit", "backend", "ingressRate", "ingressBurst", "egressRate",
-		"egressBurst", "linkInContainer", "macspoofchk", "enabledad", "dns", "routes", "ranges", "ipam", "capabilities",
-		"plugins")
+	cniNames   = setOf("name", "type", "bridge", "master", "cniVersion", "cniVersions", "mode", "ifName")
 	identifier = regexp.MustCompile(`^[A-Za-z0-9._-]{1,63}$`)
 )
 
-// network cleans a CNI configuration: only known keys have values.
+// network cleans a CNI configuration, whose names are known.
 func (m *masker) network(content []byte) (clean, error) {
 	var v any
 	if err := json.Unmarshal(content, &v); err != nil {
 		return nil, fmt.Errorf("no valid JSON: %w", err)
 	}
-	names := slices.Concat(namesIn(v), slices.Collect(maps.Keys(cniNames)), slices.Collect(maps.Keys(cniKeys)))
-	return indented(m.with(names...).tree(v, func(keys []string) bool {
-		last := keys[len(keys)-1]
-		return cniNames[last] || cniKeys[last]
-	}))
+	return indented(m.with(namesIn(v)...).tree(v, isShown))
 }
 
 // namesIn returns the names in a CNI configuration.
@@ -157,7 +139,7 @@ func namesIn(v any) []string {
 		for key, value := range v {
 			if s, ok := value.(string); ok && cniNames[key] && identifier.MatchString(s) {
 				names = append(names, s)
-			} else if cniNames[key] || cniKeys[key] {
+			} else {
 				names = append(names, namesIn(value)...)
 			}
 		}
@@ -167,44 +149,6 @@ func namesIn(v any) []string {
 		}
 	}
 	return names
-}
-
-// shownParameters are kernel parameters whose values are no secrets.
-var shownParameters = setOf("systemd.unified_cgroup_hierarchy", "systemd.legacy_systemd_cgroup_controller", "cgroup_enable",
-	"cgroup_disable", "cgroup_no_v1", "swapaccount", "psi", "apparmor", "selinux", "enforcing", "security", "lsm",
-	"mitigations", "isolcpus", "nohz_full", "rcu_nocbs", "hugepages", "hugepagesz", "default_hugepagesz",
-	"transparent_hugepage", "maxcpus", "nr_cpus", "mem", "ipv6.disable", "numa_balancing", "audit", "quiet", "ro", "rw")
-
-// parameters cleans the kernel's command line.
-func (m *masker) parameters(content []byte) (clean, error) {
-	var b bytes.Buffer
-	for word := range strings.FieldsSeq(string(content)) {
-		key, value, assigned := strings.Cut(word, "=")
-		switch {
-		case shownParameters[key]:
-			fmt.Fprintln(&b, word)
-		case assigned:
-			fmt.Fprintln(&b, m.text(key)+"="+m.secret(value))
-		default:
-			fmt.Fprintln(&b, m.text(key))
-		}
-	}
-	return b.Bytes(), nil
-}
-
-// releaseKeys are the lines of os-release that name the distribution.
-var releaseKeys = setOf("ID", "ID_LIKE", "NAME", "PRETTY_NAME", "VERSION", "VERSION_ID", "VERSION_CODENAME", "BUILD_ID",
-	"VARIANT_ID", "IMAGE_ID", "IMAGE_VERSION")
-
-// distribution cleans os-release.
-func (m *masker) distribution(content []byte) (clean, error) {
-	var b bytes.Buffer
-	for line := range strings.Lines(string(content)) {
-		if key, _, _ := strings.Cut(line, "="); releaseKeys[key] {
-			b.WriteString(line)
-		}
-	}
-	return b.Bytes(), nil
 }
 
 // stackLine matches the lines of a goroutine's stack: functions with addresses, files with lines.

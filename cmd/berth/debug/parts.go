@@ -160,7 +160,7 @@ var kernelFiles = []string{
 
 // kernel returns the kernel's parameters, version and figures.
 func (n *node) kernel(ctx context.Context) (clean, error) {
-	parameters, err := n.files(n.mask.parameters, "/proc/cmdline")(ctx)
+	parameters, err := n.files(n.mask.free, "/proc/cmdline")(ctx)
 	figures, figuresErr := n.files(asIs, kernelFiles...)(ctx)
 	return append(parameters, figures...), errors.Join(err, figuresErr)
 }
@@ -446,7 +446,7 @@ func (n *node) versions(ctx context.Context) (clean, error) {
 		}
 		b.WriteByte('\n')
 	}
-	content, err := n.files(n.mask.distribution, "/etc/os-release")(ctx)
+	content, err := n.files(asIs, "/etc/os-release")(ctx)
 	b.Write(content)
 	if daemon, askErr := n.connected(ctx, func(c *client.Client) (any, error) {
 		return c.Version(ctx, &runtimeapi.VersionRequest{})

@@ -139,7 +139,7 @@ func places(t *testing.T, m *masker, text string) map[string]string {
 		"journal":         {m.logLines, "2026-01-02T03:04:05+0000 node berth[7]: panic: " + text + "\n"},
 		"hosts":           {m.hosts, "[host.\"https://m.example\"]\nx = " + quoted + "\n[host.\"https://m.example\".header]\nserver = [" + quoted + "]\n"},
 		"CNI":             {m.network, `{"name":"n","plugins":[{"type":"p","unknown":` + quoted + `,"x":{"mtu":` + quoted + `},"dns":{"domain":` + quoted + `}}]}`},
-		"parameters":      {m.parameters, "quiet x=" + line + " " + line},
+		"parameters":      {m.free, "quiet x=" + line + " " + line},
 		"mounts":          {m.mounts, "36 35 98:0 / /mnt rw - ceph //" + line + " rw,x=" + line},
 		"metrics":         {m.samples, "berth_x{a=" + quoted + ",b=\"c\"} 1\n# HELP " + line + "\n"},
 		"goroutines":      {m.stacks, "goroutine 1 [" + text + "]:\n" + text + "\nmain.main()\n"},

@@ -3,8 +3,6 @@
 package images
 
 import (
-	"fmt"
-
 	"github.com/spf13/cobra"
 
 	"berth/cmd/berth/cli"
@@ -48,23 +46,11 @@ func Shortcuts() []*cobra.Command {
 	return shortcuts
 }
 
-// connected returns a command's body that connects to the runtime and then calls run. An interrupt
-// cancels the context of run.
+// connected returns a command's body that connects to the runtime and then calls run.
 func (o *connection) connected(run func(*call) error) func(*cobra.Command, []string) error {
-	return func(cmd *cobra.Command, args []string) error {
-		c, err := client.Dial(cmd.Context(), o.Socket)
-		if err != nil {
-			return err
-		}
-		ctx, stop := cli.Interruptible(cmd.Context())
-		defer stop()
-		cmd.SetContext(ctx)
-		err = run(&call{Client: c, Command: cmd, args: args})
-		if closeErr := c.Close(); err == nil && closeErr != nil {
-			err = fmt.Errorf("close connection to %s: %w", o.Socket, closeErr)
-		}
-		return cli.InterruptStatus(ctx, err)
-	}
+	return o.Connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+		return run(&call{Client: c, Command: cmd, args: args})
+	})
 }
 
 // call is one run of a command.
@@ -73,6 +59,3 @@ type call struct {
 	*cobra.Command
 	args []string
 }
-
-// Close closes the connection.
-func (c *call) Close() error { return c.Client.Close() }

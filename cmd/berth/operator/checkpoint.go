@@ -45,7 +45,7 @@ it. Volumes are not part of it. Established TCP connections are closed in the co
 If FILE is an empty directory, the files of a pod are written to it directly. "-"
 writes to standard output. docs/checkpoint.md lists what cannot be saved.`,
 		Example: "  berth checkpoint web -o web.tar\n  berth checkpoint web/app -o app.tar\n" +
-			"  berth checkpoint web --rm -o - | ssh node2 berth restore --foreign -",
+			"  berth checkpoint web --rm -o - | ssh node2 berth restore -",
 		Args: cli.Args(1, 1, "name a container or pod"),
 	}
 	flags := cmd.Flags()
@@ -55,17 +55,14 @@ writes to standard output. docs/checkpoint.md lists what cannot be saved.`,
 	flags.BoolVar(&options.remove, "rm", false, "afterwards kill and remove the pod or container")
 	flags.StringVar(&options.runDir, "run-dir", defaultRunDir, "directory in which berth run keeps pods' files")
 	cmd.ValidArgsFunction = o.completeNames(containerNames, podNames)
-	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
-		ctx, stop := cli.Interruptible(cmd.Context())
-		defer stop()
+	cmd.RunE = o.Connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		// A reader that leaves must neither leave the copy in the temporary directory nor end in a
 		// removal.
 		pipes := make(chan os.Signal, 1)
 		signal.Notify(pipes, unix.SIGPIPE)
 		defer signal.Stop(pipes)
-		return cli.InterruptStatus(ctx, options.run(ctx, cmd, c, args[0]))
+		return options.run(cmd.Context(), cmd, c, args[0])
 	})
-	cmd.AddCommand(checkpointInspectCommand(o))
 	return cmd
 }
 

@@ -6,13 +6,13 @@ package operator
 import (
 	"fmt"
 	"os"
-	"slices"
 
 	"github.com/go-logr/logr"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	"k8s.io/klog/v2"
 
+	"berth/cmd/berth/cli"
 	"berth/cmd/berth/client"
 )
 
@@ -33,11 +33,7 @@ func Commands() []*cobra.Command {
 		runCommand(o), psCommand(o), logsCommand(o), execCommand(o), cpCommand(o), rmCommand(o), imagesCommand(o),
 		pullCommand(o), versionCommand(o), checkpointCommand(o), restoreCommand(o), traceCommand(o),
 	}
-	all := slices.Clone(commands)
 	for _, cmd := range commands {
-		all = append(all, cmd.Commands()...)
-	}
-	for _, cmd := range all {
 		o.AddFlag(cmd, cmd.Flags())
 		cmd.SilenceUsage, cmd.SilenceErrors = true, true
 	}
@@ -76,8 +72,20 @@ func defaultSocket() string {
 	return client.DefaultSocket
 }
 
-// connected returns a command's body that connects to the runtime and then calls run.
-func (o *Connection) connected(
+// Connected returns a command's body that connects to the runtime and then calls run. An interrupt
+// cancels the context of the command.
+func (o *Connection) Connected(
+	run func(cmd *cobra.Command, args []string, c *client.Client) error) func(*cobra.Command, []string) error {
+	return o.dialed(func(cmd *cobra.Command, args []string, c *client.Client) error {
+		ctx, stop := cli.Interruptible(cmd.Context())
+		defer stop()
+		cmd.SetContext(ctx)
+		return cli.InterruptStatus(ctx, run(cmd, args, c))
+	})
+}
+
+// dialed is Connected for a command that handles interrupts itself.
+func (o *Connection) dialed(
 	run func(cmd *cobra.Command, args []string, c *client.Client) error) func(*cobra.Command, []string) error {
 	return func(cmd *cobra.Command, args []string) error {
 		c, err := client.Dial(cmd.Context(), o.Socket)

@@ -41,7 +41,7 @@ written, even if the container's processes replace files by symlinks meanwhile.`
 		"keep owners, as IDs in the container; in the container also setuid bits")
 	cmd.Flags().BoolVarP(&follow, "follow-link", "L", false, "copy the target if SOURCE is a symlink")
 	cmd.ValidArgsFunction = o.completeNames(containerPaths)
-	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+	cmd.RunE = o.Connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		from, to := parsePlace(args[0]), parsePlace(args[1])
 		if (from.container == "") == (to.container == "") {
 			return errors.New("one of SOURCE and DESTINATION must be NAME:PATH; a path of the host with a colon starts with ./")
@@ -49,8 +49,7 @@ written, even if the container's processes replace files by symlinks meanwhile.`
 		if from.path == "" || to.path == "" || args[0] == "-" || args[1] == "-" {
 			return errors.New("name a path on both sides; for a tar stream use: berth exec -i NAME tar …")
 		}
-		ctx, stop := cli.Interruptible(cmd.Context())
-		defer stop()
+		ctx := cmd.Context()
 		container, err := findRunning(ctx, c, from.container+to.container, *containerName)
 		if err != nil {
 			return err
@@ -70,7 +69,7 @@ written, even if the container's processes replace files by symlinks meanwhile.`
 		if err != nil {
 			err = fmt.Errorf("copy %s to %s: %w", args[0], args[1], err)
 		}
-		return cli.InterruptStatus(ctx, err)
+		return err
 	})
 	return cmd
 }

@@ -4,11 +4,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"regexp"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -37,8 +35,8 @@ The exit code is 125 if the command could not be started because of berth or the
 runtime, 126 if it is not executable, 127 if it or its directory does not exist, and 128
 plus the number of the signal that killed it.
 
-If the connection ends, berth kills the command and all processes it started. Other
-runtimes may let it run on. CRI has no fields for --user, --workdir and --env, so they
+If the connection ends, berth kills the command and all processes it started, so
+timeout(1) limits its time. Other runtimes may let it run on. CRI has no fields for --user, --workdir and --env, so they
 need berth as the runtime. They change no capabilities.`,
 		Example: "  berth exec -it web sh\n  berth exec web -c app -- ls -l /\n  tar c . | berth exec -i web tar x -C /data",
 		Args:    cobra.ArbitraryArgs, // checked after the flags behind the name
@@ -46,7 +44,6 @@ need berth as the runtime. They change no capabilities.`,
 	cmd.SetFlagErrorFunc(flagStatus)
 	flags := cmd.Flags()
 	e.container = o.addContainerFlag(cmd)
-	cli.DurationVar(flags, &e.timeout, "timeout", 0, "kill the command after this time; 0: never")
 	e.addFlags(cmd)
 	e.options.addFlags(flags)
 	flags.SetInterspersed(false) // flags after the container belong to the command
@@ -56,7 +53,7 @@ need berth as the runtime. They change no capabilities.`,
 		if err != nil {
 			return execStatus(err)
 		}
-		return execStatus(o.connected(e.run)(cmd, args))
+		return execStatus(o.Connected(e.run)(cmd, args))
 	}
 	return cmd
 }
@@ -84,7 +81,6 @@ func splitExec(cmd *cobra.Command, args []string) ([]string, error) {
 type execution struct {
 	session
 	container *string // of the pod
-	timeout   time.Duration
 	options   execOptions
 }
 
@@ -96,23 +92,15 @@ func (e *execution) run(cmd *cobra.Command, args []string, c *client.Client) err
 	if e.terminal && e.stdin && !isTerminal(cmd.InOrStdin()) {
 		cmd.PrintErrln("berth: warning: standard input is not a terminal; leave out -t for a pipe or file")
 	}
-	ctx, stop := cli.Interruptible(cmd.Context())
-	defer stop()
-	limited, cancel := limitTime(ctx, e.timeout)
-	defer cancel()
-	err = e.session.run(limited, cmd, func(ctx context.Context) (string, error) {
+	err = e.session.run(cmd.Context(), cmd, func(ctx context.Context) (string, error) {
 		return e.options.url(ctx, c, container, &runtimeapi.ExecRequest{ContainerId: container.GetId(), Cmd: args[1:],
 			Tty: e.terminal, Stdin: e.stdin, Stdout: true, Stderr: !e.terminal})
 	})
-	ended := errors.Is(err, context.DeadlineExceeded) ||
-		errors.Is(err, os.ErrDeadlineExceeded) // the latter from the handshake
-	if end, ok := limited.Deadline(); ok && ended && !time.Now().Before(end) {
-		<-limited.Done() // the connection's own timer may fire a moment earlier
+	var exit *cli.ExitStatus
+	if err == nil || errors.As(err, &exit) {
+		return err // the exit status of the command needs no explanation
 	}
-	if cause := context.Cause(limited); errors.Is(cause, errTimeout) && ended {
-		err = fmt.Errorf("%w after %v", cause, e.timeout)
-	}
-	return sessionStatus(ctx, "exec in container "+client.ContainerName(container), err)
+	return client.Explain("exec in container "+client.ContainerName(container), err)
 }
 
 // Errors of libcontainer, runc, crun and runsc about the program itself or its directory. CRI has
@@ -146,23 +134,4 @@ func flagStatus(cmd *cobra.Command, err error) error {
 		return err
 	}
 	return execStatus(err)
-}
-
-var errTimeout = errors.New("command timed out")
-
-// limitTime returns a context that ends after timeout with the cause errTimeout. 0 means no limit.
-func limitTime(parent context.Context, timeout time.Duration) (context.Context, context.CancelFunc) {
-	if timeout == 0 {
-		return context.WithCancel(parent)
-	}
-	return context.WithTimeoutCause(parent, timeout, errTimeout)
-}
-
-// sessionStatus explains an error of a session. A command's exit status needs no explanation.
-func sessionStatus(ctx context.Context, what string, err error) error {
-	var exit *cli.ExitStatus
-	if err == nil || errors.As(err, &exit) {
-		return err
-	}
-	return cli.InterruptStatus(ctx, client.Explain(what, err))
 }

@@ -18,7 +18,7 @@ func imagesCommand(o *Connection) *cobra.Command {
 		Args:  cli.NoArgs,
 	}
 	l := addListFlags(cmd)
-	cmd.RunE = o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
+	cmd.RunE = o.Connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
 		rows, err := imageRows(cmd.Context(), c)
 		if err != nil {
 			return err

@@ -34,20 +34,19 @@ that -c names.`,
 	flags.StringVar(&since, "since", "", "print only lines since a time (2026-01-02T15:04:05Z) or within a duration (10m)")
 	flags.BoolVarP(&stamps, "timestamps", "t", false, "prefix each line with its time")
 	cmd.ValidArgsFunction = o.completeNames(containerNames, podNames)
-	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+	cmd.RunE = o.Connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		after, err := parseSince(since, time.Now())
 		if err != nil {
 			return err
 		}
-		ctx, stop := cli.Interruptible(cmd.Context())
-		defer stop()
+		ctx := cmd.Context()
 		out := &logPrinter{stdout: cmd.OutOrStdout(), stderr: cmd.ErrOrStderr(), stamps: stamps}
 		container, err := findContainer(ctx, c, args[0], *containerName)
 		if err == nil && previous {
 			container, err = previousOf(ctx, c, container)
 		}
 		if err != nil {
-			return cli.InterruptStatus(ctx, err)
+			return err
 		}
 		err = printLog(ctx, c, container, crilog.Options{Tail: tail, Since: after, Follow: follow}, out)
 		return cli.Silent(cli.InterruptStatus(ctx, err))

@@ -43,7 +43,7 @@ func TestMessages(t *testing.T) {
 			"", "rm -f web", "container ab12ab12ab12 does not exist"},
 		{"a malformed quantity", "", nil, nil, manifestOf("p2", "containers: [{name: c, image: '"+testImage+
 			"', resources: {limits: {memory: 64Mb}}}]"), "run -d -",
-			`spec.containers[0].resources.limits.memory: "64Mb" is not a quantity; write for example`},
+			"a quantity, such as memory, is malformed; write for example 500m, 2 or 64Mi"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()

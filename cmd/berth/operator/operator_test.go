@@ -244,7 +244,7 @@ func TestLogsOfPreviousAttempt(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	newest, err := conn.FindContainer(t.Context(), again.GetContainerId())
+	newest, _, err := conn.Find(t.Context(), again.GetContainerId())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -3,7 +3,6 @@ package operator
 import (
 	"fmt"
 	"io"
-	"slices"
 	"time"
 
 	"berth/cmd/berth/cli"
@@ -17,33 +16,16 @@ const (
 	stateLazy    = "lazy"    // is fetched after the pull
 )
 
-// progress shows the progress of a pull's layers.
-type progress interface {
-	update(layers []client.Layer)
-	done(ok bool) // the pull has ended, and no update follows
-}
-
 // isFinal reports whether the state of a layer does not change any more.
 func isFinal(state string) bool {
 	return state == stateDone || state == statePresent || state == stateLazy
 }
 
-// finished returns the layers of a successful pull in their final state.
-func finished(layers []client.Layer) []client.Layer {
-	out := slices.Clone(layers)
-	for i := range out {
-		if !isFinal(out[i].State) {
-			out[i].State, out[i].Done = stateDone, out[i].Total
-		}
-	}
-	return out
-}
-
-// summaryInterval is the time after which lines says how far a long download is.
+// summaryInterval is the time after which progress says how far a long download is.
 const summaryInterval = 10 * time.Second
 
-// lines prints a line when a layer's state changes.
-type lines struct {
+// progress prints a line when the state of a pull's layer changes.
+type progress struct {
 	out     io.Writer
 	state   map[string]string
 	last    []client.Layer
@@ -52,12 +34,12 @@ type lines struct {
 	printed time.Time // when the last line was printed
 }
 
-func newLines(out io.Writer, now func() time.Time) *lines {
-	return &lines{out: out, state: map[string]string{}, now: now, started: now()}
+func newProgress(out io.Writer, now func() time.Time) *progress {
+	return &progress{out: out, state: map[string]string{}, now: now, started: now()}
 }
 
 // update prints changes, and a summary if there is none for some time.
-func (p *lines) update(layers []client.Layer) {
+func (p *progress) update(layers []client.Layer) {
 	p.last = layers
 	now := p.now()
 	for _, l := range layers {
@@ -95,10 +77,15 @@ func summary(layers []client.Layer) string {
 	return fmt.Sprintf("%d of %d layers complete, %s of %s of the others", complete, len(layers), cli.Bytes(done), cli.Bytes(total))
 }
 
-// done prints the last changes and the duration.
-func (p *lines) done(ok bool) {
-	if ok && len(p.state) > 0 {
-		p.update(finished(p.last))
+// done prints the last changes and the duration of a pull that succeeded.
+func (p *progress) done() {
+	for i := range p.last {
+		if l := &p.last[i]; !isFinal(l.State) {
+			l.State, l.Done = stateDone, l.Total
+		}
+	}
+	if len(p.last) > 0 {
+		p.update(p.last)
 		_, _ = fmt.Fprintf(p.out, "%d layers in %.1f s\n", len(p.state), p.now().Sub(p.started).Seconds())
 	}
 }

@@ -18,10 +18,10 @@ var frames = [][]client.Layer{
 func TestProgressLines(t *testing.T) {
 	var out bytes.Buffer
 	now := time.Unix(0, 0)
-	p := newLines(&out, func() time.Time { now = now.Add(time.Second); return now })
+	p := newProgress(&out, func() time.Time { now = now.Add(time.Second); return now })
 	for _, f := range frames {
 		p.update(f)
 	}
-	p.done(true)
+	p.done()
 	testutil.Golden(t, *updateGolden, "pull-lines.txt", out.String())
 }

@@ -25,7 +25,7 @@ func psCommand(o *Connection) *cobra.Command {
 	l := addListFlags(cmd)
 	cmd.Flags().BoolVarP(&all, "all", "a", false, "also list containers that do not run, and pods that are not ready")
 	cmd.Flags().BoolVar(&pods, "pods", false, "list pods instead of containers")
-	cmd.RunE = o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
+	cmd.RunE = o.Connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
 		if pods {
 			rows, err := podRows(cmd.Context(), c, all)
 			if err != nil {

@@ -1,11 +1,9 @@
 package operator
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"slices"
 	"strings"
 	"time"
 
@@ -17,7 +15,7 @@ import (
 )
 
 func pullCommand(o *Connection) *cobra.Command {
-	var creds, kind string
+	var creds string
 	var quiet bool
 	cmd := &cobra.Command{
 		Use:   "pull REF",
@@ -29,33 +27,22 @@ only the rest.`,
 		Args: cli.Args(1, 1, "name an image"),
 	}
 	cmd.Flags().StringVar(&creds, "creds", "", "user:password for the registry (default: those of the runtime's configuration)")
-	cmd.Flags().StringVar(&kind, "progress", "auto",
-		"auto: a line for each change; json: one object per line on standard output; none")
-	cmd.Flags().BoolVarP(&quiet, "quiet", "q", false, "the same as --progress=none")
-	cli.Complete(cmd, "progress", "auto", "json", "none")
+	cmd.Flags().BoolVarP(&quiet, "quiet", "q", false, "print no progress")
 	cmd.ValidArgsFunction = o.completeNames(imageNames)
-	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+	cmd.RunE = o.Connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		auth, err := parseCreds(creds)
 		if err != nil {
 			return err
 		}
+		show := newProgress(cmd.ErrOrStderr(), time.Now)
 		if quiet {
-			kind = "none"
+			show.out = io.Discard
 		}
-		show, err := newProgress(cmd, kind)
+		id, err := c.PullWithProgress(cmd.Context(), args[0], auth, show.update)
 		if err != nil {
 			return err
 		}
-		ctx, stop := cli.Interruptible(cmd.Context())
-		defer stop()
-		id, err := c.PullWithProgress(ctx, args[0], auth, show.update)
-		show.done(err == nil)
-		switch {
-		case err != nil:
-			return cli.InterruptStatus(ctx, err)
-		case kind == "json":
-			return json.NewEncoder(cmd.OutOrStdout()).Encode(map[string]string{"id": id})
-		}
+		show.done()
 		_, err = fmt.Fprintln(cmd.OutOrStdout(), id)
 		return err
 	})
@@ -71,38 +58,4 @@ func parseCreds(creds string) (*runtimeapi.AuthConfig, error) {
 		return nil, errors.New("--creds: want user:password")
 	}
 	return &runtimeapi.AuthConfig{Username: user, Password: password}, nil
-}
-
-func newProgress(cmd *cobra.Command, kind string) (progress, error) {
-	switch kind {
-	case "auto":
-		return newLines(cmd.ErrOrStderr(), time.Now), nil
-	case "json":
-		return &jsonProgress{out: json.NewEncoder(cmd.OutOrStdout())}, nil
-	case "none":
-		return newLines(io.Discard, time.Now), nil
-	}
-	return nil, fmt.Errorf("--progress: want auto, json or none, not %q", kind)
-}
-
-// jsonProgress prints one object per change. The last object of a pull has the image's ID.
-type jsonProgress struct {
-	out  *json.Encoder
-	last []client.Layer
-}
-
-// update implements progress.
-func (p *jsonProgress) update(layers []client.Layer) {
-	if slices.Equal(p.last, layers) {
-		return
-	}
-	p.last = layers
-	_ = p.out.Encode(map[string]any{"layers": layers}) // the command's last output reports a broken pipe
-}
-
-// done prints the final state of the layers of a successful pull.
-func (p *jsonProgress) done(ok bool) {
-	if ok {
-		p.update(finished(p.last))
-	}
 }

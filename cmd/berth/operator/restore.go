@@ -33,7 +33,6 @@ type restoreOptions struct {
 	handler  string
 	timeout  time.Duration
 	runDir   string
-	logDir   string
 
 	noStart, allowAccess, dryRun bool
 }
@@ -70,11 +69,8 @@ Files decide what a pod may access, so a file that gives its pod access to the n
 	flags.BoolVar(&r.dryRun, "dry-run", false, "only print what would run")
 	cli.DurationVar(flags, &r.timeout, "timeout", 0, "give up after this time; 0: the runtime's limit")
 	flags.StringVar(&r.runDir, "run-dir", defaultRunDir, "directory for the pod's files while it exists (hosts, logs)")
-	flags.StringVar(&r.logDir, "log-dir", "", "keep logs below this directory, in the layout of /var/log/pods")
-	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
-		ctx, stop := cli.Interruptible(cmd.Context())
-		defer stop()
-		return cli.InterruptStatus(ctx, r.run(ctx, cmd, c, args[0]))
+	cmd.RunE = o.Connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+		return r.run(cmd.Context(), cmd, c, args[0])
 	})
 	return cmd
 }
@@ -133,7 +129,7 @@ func (r *restoreOptions) permit(plan *restorePlan, access []string) error {
 // restoreSettings are options of the daemon that a restore depends on. An older daemon does not
 // report checkpoint.restore and has no such limit.
 type restoreSettings struct {
-	Root, CheckpointCRIU, CheckpointRestore string
+	Root, CheckpointRestore string
 }
 
 // readSettings asks the daemon for its options.
@@ -210,7 +206,7 @@ func (r *restoreOptions) restore(
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	meta := plan.sandbox.GetMetadata()
-	files, err := podrun.MakeRestored(r.runDir, r.uid, meta.GetNamespace(), meta.GetName(), plan.names(), r.logDir)
+	files, err := podrun.MakeRestored(r.runDir, r.uid, meta.GetNamespace(), meta.GetName(), plan.names())
 	if err != nil {
 		return "", err
 	}

@@ -69,7 +69,7 @@ func TestRestorePlanUsesThisNode(t *testing.T) {
 		t.Errorf("accesses the node: %q", access)
 	}
 	dir := t.TempDir()
-	files, err := podrun.MakeRestored(dir, "", "shop", "copy", plan.names(), "")
+	files, err := podrun.MakeRestored(dir, "", "shop", "copy", plan.names())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -28,10 +28,8 @@ killed, and pods are stopped within their grace period first.`,
 	cmd.Flags().BoolVarP(&force, "force", "f", false, "also remove running pods and containers")
 	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "directory in which berth run keeps pods' files")
 	cmd.ValidArgsFunction = o.completeNames(containerNames, podNames)
-	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
-		ctx, stop := cli.Interruptible(cmd.Context())
-		defer stop()
-		return cli.InterruptStatus(ctx, each(args, func(ref string) error { return removeRef(ctx, c, ref, runDir, force) }))
+	cmd.RunE = o.Connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+		return each(args, func(ref string) error { return removeRef(cmd.Context(), c, ref, runDir, force) })
 	})
 	return cmd
 }

@@ -61,7 +61,6 @@ by its path.`,
 	flags := cmd.Flags()
 	flags.BoolVarP(&r.config.Detach, "detach", "d", false, "print the pods' IDs once their containers run, and exit")
 	flags.StringVar(&r.config.Dir, "run-dir", defaultRunDir, "directory for the pods' files while they exist (volumes, hosts, logs)")
-	flags.StringVar(&r.config.LogDir, "log-dir", "", "keep logs below this directory, in the layout of /var/log/pods")
 	flags.StringVar(&r.config.CgroupParent, "cgroup-parent", "", "parent cgroup of the pods (default: the daemon's choice)")
 	flags.StringVar(&r.pull, "pull", "", "pull images always, missing ones or never (default: the manifest's imagePullPolicy)")
 	cli.Complete(cmd, "pull", slices.Sorted(maps.Keys(pullPolicies))...)
@@ -80,7 +79,7 @@ func (r *runOptions) run(o *Connection, cmd *cobra.Command, args []string) error
 	if err != nil {
 		return &cli.ExitStatus{Code: codeFailed, Cause: err}
 	}
-	return execStatus(o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
+	return execStatus(o.dialed(func(cmd *cobra.Command, _ []string, c *client.Client) error {
 		return r.runManifest(cmd, c, manifest)
 	})(cmd, args))
 }

@@ -1,19 +1,14 @@
 package operator
 
 import (
-	"bytes"
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
-	"math"
 	"slices"
 	"strconv"
 	"time"
-	"unicode"
-	"unicode/utf16"
 
 	"github.com/spf13/cobra"
 
@@ -38,21 +33,20 @@ const plainColumns = 120
 const slowestRows = 10
 
 func traceCommand(o *Connection) *cobra.Command {
-	how := drawing("text")
 	var slowest int
 	cmd := &cobra.Command{
 		Use:   "trace [POD]",
 		Short: "Show where the time of a pod's start went",
 		Long: fmt.Sprintf(`Show where the time of a pod's start went: each request of kubelet, image pulls, and
-their steps in berth, as bars, as a picture (--output svg) or as data (--output json).
-The pod is given by name, ID or a prefix of the ID.
+their steps in berth, as bars, or as data (--output json). The pod is given by name, ID
+or a prefix of the ID.
 
 berth records every start, and keeps the last %d on disk, also those of removed pods
 and of earlier daemons. Without POD, the command lists them, the newest first. With
 --slowest[=N] it lists the N starts that took the longest time.`, history.Kept),
-		Example: "  berth trace web\n  berth trace --slowest=5\n  berth trace web -o svg > web.svg",
+		Example: "  berth trace web\n  berth trace --slowest=5",
 	}
-	cmd.Flags().VarP(&how, "output", "o", "output format")
+	how := cli.AddOutput(cmd, "text")
 	cmd.Flags().IntVar(&slowest, "slowest", 0, "list the N slowest starts")
 	cmd.Flags().Lookup("slowest").NoOptDefVal = strconv.Itoa(slowestRows)
 	cmd.Args = func(cmd *cobra.Command, args []string) error {
@@ -62,7 +56,7 @@ and of earlier daemons. Without POD, the command lists them, the newest first. W
 		return slowestArgs(&slowest, args)
 	}
 	cmd.ValidArgsFunction = o.completeNames(podNames)
-	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+	cmd.RunE = o.Connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		if slowest > 0 || len(args) == 0 {
 			return listStarts(cmd.Context(), cmd.OutOrStdout(), c, how, slowest)
 		}
@@ -90,27 +84,8 @@ func slowestArgs(n *int, args []string) error {
 	return nil
 }
 
-// drawing is the value of --output.
-type drawing string
-
-func (d *drawing) String() string { return string(*d) }
-func (d *drawing) Type() string   { return "text|svg|json" }
-
-// Set takes the value from the command line.
-func (d *drawing) Set(s string) error {
-	switch s {
-	case "text", "svg", "json":
-		*d = drawing(s)
-		return nil
-	}
-	return fmt.Errorf("want text, svg or json")
-}
-
 // listStarts lists the kept starts, the newest or the slowest first.
-func listStarts(ctx context.Context, w io.Writer, c *client.Client, how drawing, slowest int) error {
-	if how == "svg" {
-		return errors.New("--output svg draws one start: name a pod")
-	}
+func listStarts(ctx context.Context, w io.Writer, c *client.Client, how *cli.Output, slowest int) error {
 	starts, err := c.Starts(ctx)
 	if err != nil {
 		return client.Explain("list starts", err)
@@ -119,8 +94,8 @@ func listStarts(ctx context.Context, w io.Writer, c *client.Client, how drawing,
 		slices.SortStableFunc(starts, func(a, b history.Summary) int { return cmp.Compare(b.Took, a.Took) })
 		starts = starts[:min(slowest, len(starts))]
 	}
-	if how == "json" {
-		return printData(w, starts)
+	if how.JSON() {
+		return cli.PrintJSON(w, starts)
 	}
 	table := [][]cli.Cell{cli.Cells("POD", "NAME", "NAMESPACE", "AGE", "CONTAINERS", "TOOK", "PULL", "RESULT")}
 	for _, s := range starts {
@@ -143,48 +118,20 @@ func startRow(s history.Summary) []cli.Cell {
 	return row
 }
 
-func printTrace(w io.Writer, how drawing, start history.Start) error {
-	if how == "json" {
-		return printData(w, start.Operations)
+func printTrace(w io.Writer, how *cli.Output, start history.Start) error {
+	if how.JSON() {
+		return cli.PrintJSON(w, start.Operations)
 	}
 	chart := waterfall.Chart{Fold: foldIdle, Hide: hideShort, Spans: spansOf(start.Operations),
 		Title: fmt.Sprintf("%s/%s: %s in berth", start.Namespace, start.Name, waterfall.Took(trace.Busy(start.Operations)))}
 	for _, o := range start.Operations {
 		chart.Lost += o.Missing
 	}
-	if how == "svg" {
-		return chart.SVG(w)
-	}
 	columns := plainColumns
 	if size, ok := cli.Size(w); ok {
 		columns = int(size.Width)
 	}
 	return chart.Text(w, columns)
-}
-
-// printData prints data as JSON, a start with every span. Names and reasons may come from anywhere,
-// and the output may go to a terminal. So printData escapes invisible characters and marks that
-// change the direction of text. These occur only in strings, where JSON allows the escapes.
-func printData(w io.Writer, v any) error {
-	data, err := json.MarshalIndent(v, "", "  ")
-	if err != nil {
-		return err
-	}
-	var out bytes.Buffer
-	for _, r := range string(data) {
-		switch {
-		case r == '\n' || unicode.IsPrint(r):
-			out.WriteRune(r)
-		case r > math.MaxUint16:
-			high, low := utf16.EncodeRune(r)
-			fmt.Fprintf(&out, `\u%04x\u%04x`, high, low)
-		default:
-			fmt.Fprintf(&out, `\u%04x`, r)
-		}
-	}
-	out.WriteByte('\n')
-	_, err = w.Write(out.Bytes())
-	return err
 }
 
 // spansOf are operations as bars on one axis.

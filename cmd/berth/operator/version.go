@@ -24,7 +24,7 @@ func versionCommand(o *Connection) *cobra.Command {
 	out := cli.AddOutput(cmd, "table")
 	cmd.RunE = func(cmd *cobra.Command, args []string) error {
 		v := versions{Client: programVersion{version.Full(), runtime.Version()}}
-		err := o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
+		err := o.Connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
 			reply, err := c.Version(cmd.Context(), &runtimeapi.VersionRequest{})
 			if err != nil {
 				return fmt.Errorf("version of the runtime: %w", err)

@@ -13,7 +13,7 @@ import (
 //
 //	hosts                  /etc/hosts of its containers
 //	volumes/<name>         emptyDir volumes (a tmpfs with medium Memory)
-//	logs/<container>/0.log the container's log, unless Config.LogDir is set
+//	logs/<container>/0.log the container's log
 type files struct {
 	dir string
 	pod *corev1.Pod
@@ -39,21 +39,11 @@ func (f *files) writeHosts(content []byte) error {
 	return os.Chmod(f.hosts(), 0o644)
 }
 
-// makeLogDir creates the directory of the pod's logs, in the directory outside if one is given, and
-// returns its path.
-func (f *files) makeLogDir(outside string) (string, error) {
-	dir := filepath.Join(f.dir, "logs")
-	if outside != "" {
-		dir = filepath.Join(outside, fmt.Sprintf("%s_%s_%s", f.pod.Namespace, f.pod.Name, filepath.Base(f.dir)))
-	}
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return "", fmt.Errorf("create log directory of pod: %w", err)
-	}
-	return filepath.Abs(dir)
-}
+func (f *files) logs() string { return filepath.Join(f.dir, "logs") }
 
-func (f *files) makeContainerLogDir(logDir, container string) error {
-	if err := os.MkdirAll(filepath.Join(logDir, container), 0o755); err != nil {
+// makeLogDir creates the directory of a container's log.
+func (f *files) makeLogDir(container string) error {
+	if err := os.MkdirAll(filepath.Join(f.logs(), container), 0o755); err != nil {
 		return fmt.Errorf("create log directory of container: %w", err)
 	}
 	return nil

@@ -22,9 +22,9 @@ type Restored struct {
 	files *files
 }
 
-// MakeRestored creates the files of a restored pod below parent. uid is empty for a new one. logDir
-// is Config.LogDir. The names are valid names of Kubernetes.
-func MakeRestored(parent, uid, namespace, name string, containers []string, logDir string) (*Restored, error) {
+// MakeRestored creates the files of a restored pod below parent. uid is empty for a new one. The
+// names are valid names of Kubernetes.
+func MakeRestored(parent, uid, namespace, name string, containers []string) (*Restored, error) {
 	if uid == "" {
 		uid = newUID()
 	}
@@ -39,19 +39,16 @@ func MakeRestored(parent, uid, namespace, name string, containers []string, logD
 	if err := os.Mkdir(f.dir, 0o700); err != nil {
 		return nil, fmt.Errorf("create directory of pod: %w", err)
 	}
-	r := &Restored{UID: uid, Hosts: f.hosts(), files: f}
-	if err := r.fill(containers, logDir); err != nil {
+	r := &Restored{UID: uid, LogDir: f.logs(), Hosts: f.hosts(), files: f}
+	if err := r.fill(containers); err != nil {
 		return nil, errors.Join(err, f.remove())
 	}
 	return r, nil
 }
 
-func (r *Restored) fill(containers []string, logDir string) (err error) {
-	if r.LogDir, err = r.files.makeLogDir(logDir); err != nil {
-		return err
-	}
+func (r *Restored) fill(containers []string) error {
 	for _, name := range containers {
-		if err := r.files.makeContainerLogDir(r.LogDir, name); err != nil {
+		if err := r.files.makeLogDir(name); err != nil {
 			return err
 		}
 	}

@@ -33,7 +33,6 @@ import (
 // Config describes how to run pods.
 type Config struct {
 	Dir          string            // parent directory of pods' files
-	LogDir       string            // directory of the logs, which stay; empty: logs are part of the pod's files
 	CgroupParent string            // empty: the runtime's default
 	Handler      string            // runtime handler; empty: the default
 	Detach       bool              // return once the containers run
@@ -158,9 +157,7 @@ func (r *podRun) start(ctx, now context.Context) (err error) {
 		return err
 	}
 	r.undo.Add("remove the files of the pod", r.files.remove)
-	if r.plan.LogDir, err = r.files.makeLogDir(r.config.LogDir); err != nil {
-		return err
-	}
+	r.plan.LogDir = r.files.logs()
 	if err := r.files.makeVolumes(); err != nil {
 		return err
 	}
@@ -276,7 +273,7 @@ func (r *podRun) startContainer(ctx context.Context, c podyaml.Container) error 
 
 // create creates the container from its part of the manifest.
 func (r *podRun) create(c podyaml.Container) (string, error) {
-	if err := r.files.makeContainerLogDir(r.plan.LogDir, c.Name); err != nil {
+	if err := r.files.makeLogDir(c.Name); err != nil {
 		return "", err
 	}
 	config, err := r.plan.Container(c, podyaml.Run{

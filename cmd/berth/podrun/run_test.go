@@ -378,19 +378,6 @@ func TestRemoveFilesStaysBelowItsDirectory(t *testing.T) {
 	}
 }
 
-func TestRunKeepsLogsInLogDir(t *testing.T) {
-	b := newBench(t, &clienttest.Server{Programs: map[string]clienttest.Program{"main": {Exits: []int32{0}, Output: []string{"stdout hi"}}}})
-	b.config.LogDir = t.TempDir()
-	if _, err := b.run(t.Context(), t.Context(), "restartPolicy: Never\ncontainers: ["+container("main")+"]"); err != nil {
-		t.Fatal(err)
-	}
-	logs, err := filepath.Glob(filepath.Join(b.config.LogDir, "default_web_*", "main", "0.log"))
-	if err != nil || len(logs) != 1 {
-		t.Errorf("logs %q, %v", logs, err)
-	}
-	b.checkNothingLeft()
-}
-
 // closedPipe is an output whose reader is gone.
 type closedPipe struct{}
 

@@ -7,9 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"reflect"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/api/resource"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	kjson "sigs.k8s.io/json"
 	"sigs.k8s.io/yaml"
@@ -20,7 +20,7 @@ import (
 type object struct {
 	apiVersion, kind, namespace, name string
 
-	fields map[string]any
+	json []byte
 }
 
 // readObjects returns the objects of all documents.
@@ -35,12 +35,12 @@ func readObjects(text []byte) ([]object, error) {
 		if err != nil {
 			return nil, fmt.Errorf("read manifest: %w", err)
 		}
-		fields, err := readDocument(document)
+		o, err := readDocument(document)
 		if err != nil {
 			return nil, err
 		}
-		if fields != nil { // else it has only comments
-			out = append(out, newObject(fields))
+		if o != nil {
+			out = append(out, *o)
 		}
 	}
 	if len(out) == 0 {
@@ -49,9 +49,10 @@ func readObjects(text []byte) ([]object, error) {
 	return out, nil
 }
 
-// readDocument decodes one document to JSON values. It refuses duplicate keys, and a document with
-// a second one after "...", because sigs.k8s.io/yaml silently drops the second one.
-func readDocument(document []byte) (map[string]any, error) {
+// readDocument reads one document. It returns nil for one that has only comments. It refuses
+// duplicate keys, and a document with a second one after "...", because sigs.k8s.io/yaml silently
+// drops the second one.
+func readDocument(document []byte) (*object, error) {
 	var first, second any
 	decoder := goyaml.NewDecoder(bytes.NewReader(document))
 	if err := decoder.Decode(&first); err == nil {
@@ -63,45 +64,27 @@ func readDocument(document []byte) (map[string]any, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read manifest: %w", err)
 	}
-	var content any
-	if err := kjson.UnmarshalCaseSensitivePreserveInts(raw, &content); err != nil {
-		return nil, fmt.Errorf("read manifest: %w", err)
-	}
-	if content == nil {
+	if string(raw) == "null" {
 		return nil, nil
 	}
-	fields, ok := content.(map[string]any)
-	if !ok {
-		return nil, &Refused{[]Problem{{Reason: "a document must be an object with apiVersion and kind"}}}
+	var head struct {
+		APIVersion, Kind string
+		Metadata         struct{ Namespace, Name string }
 	}
-	return fields, nil
-}
-
-func newObject(fields map[string]any) object {
-	o := object{fields: fields}
-	o.apiVersion, _ = fields["apiVersion"].(string)
-	o.kind, _ = fields["kind"].(string)
-	if meta, ok := fields["metadata"].(map[string]any); ok {
-		o.name, _ = meta["name"].(string)
-		o.namespace, _ = meta["namespace"].(string)
+	if err := json.Unmarshal(raw, &head); err != nil {
+		reason := fmt.Sprintf("a document must be an object with apiVersion, kind and metadata: %v", err)
+		return nil, &Refused{[]Problem{{Reason: reason}}}
 	}
-	return o
+	return &object{head.APIVersion, head.Kind, head.Metadata.Namespace, head.Metadata.Name, raw}, nil
 }
 
 // decodeObject decodes an object. It adds a problem for each unknown field, each field with wrong
-// case and each malformed quantity, and then returns nil.
+// case and a malformed value, and then returns nil.
 func decodeObject[T any](p *parser, o object) *T {
 	into := new(T)
-	if bad := badQuantities("", o.fields, reflect.TypeFor[T]()); len(bad) > 0 {
-		for _, problem := range bad {
-			p.add(o, problem.Path, problem.Reason)
-		}
-		return nil
-	}
-	raw, err := json.Marshal(o.fields)
-	var strict []error
-	if err == nil {
-		strict, err = kjson.UnmarshalStrict(raw, into)
+	strict, err := kjson.UnmarshalStrict(o.json, into)
+	if errors.Is(err, resource.ErrFormatWrong) {
+		err = errors.New("a quantity, such as memory, is malformed; write for example 500m, 2 or 64Mi")
 	}
 	if err != nil {
 		strict = append(strict, err)

@@ -13,8 +13,8 @@ import (
 const needsKubelet = "needs a kubelet: see docs/standalone.md"
 
 // honoured lists every supported field, including everything below it. [] stands for any index.
-// checker checks the values.
-var honoured = newFieldSet(
+// Init containers have the fields of containers. checker checks the values.
+var honoured = []string{
 	"apiVersion", "kind", "metadata.name", "metadata.namespace", "metadata.labels", "metadata.annotations",
 	"spec.restartPolicy", "spec.terminationGracePeriodSeconds", "spec.hostNetwork", "spec.hostname",
 	"spec.volumes[].name", "spec.volumes[].emptyDir.medium", "spec.volumes[].emptyDir.sizeLimit",
@@ -22,38 +22,28 @@ var honoured = newFieldSet(
 	"spec.securityContext.runAsUser", "spec.securityContext.runAsGroup", "spec.securityContext.runAsNonRoot",
 	"spec.securityContext.supplementalGroups", "spec.securityContext.fsGroup", "spec.securityContext.seLinuxOptions",
 	"spec.securityContext.sysctls", "spec.securityContext.seccompProfile", "spec.securityContext.appArmorProfile",
-).with("spec.initContainers[].", containerFields...).with("spec.containers[].", containerFields...)
 
-var containerFields = []string{
-	"name", "image", "imagePullPolicy", "command", "args", "workingDir", "ports",
-	"envFrom", "env[].name", "env[].value", "env[].valueFrom.configMapKeyRef", "env[].valueFrom.secretKeyRef",
-	"resources.limits", "resources.requests",
-	"volumeMounts[].name", "volumeMounts[].mountPath", "volumeMounts[].readOnly",
-	"securityContext.capabilities", "securityContext.privileged", "securityContext.seLinuxOptions",
-	"securityContext.runAsUser", "securityContext.runAsGroup", "securityContext.runAsNonRoot",
-	"securityContext.readOnlyRootFilesystem", "securityContext.allowPrivilegeEscalation",
-	"securityContext.seccompProfile", "securityContext.appArmorProfile",
+	"spec.containers[].name", "spec.containers[].image", "spec.containers[].imagePullPolicy",
+	"spec.containers[].command", "spec.containers[].args", "spec.containers[].workingDir", "spec.containers[].ports",
+	"spec.containers[].envFrom", "spec.containers[].env[].name", "spec.containers[].env[].value",
+	"spec.containers[].env[].valueFrom.configMapKeyRef", "spec.containers[].env[].valueFrom.secretKeyRef",
+	"spec.containers[].resources.limits", "spec.containers[].resources.requests",
+	"spec.containers[].volumeMounts[].name", "spec.containers[].volumeMounts[].mountPath",
+	"spec.containers[].volumeMounts[].readOnly",
+	"spec.containers[].securityContext.capabilities", "spec.containers[].securityContext.privileged",
+	"spec.containers[].securityContext.seLinuxOptions",
+	"spec.containers[].securityContext.runAsUser", "spec.containers[].securityContext.runAsGroup",
+	"spec.containers[].securityContext.runAsNonRoot", "spec.containers[].securityContext.readOnlyRootFilesystem",
+	"spec.containers[].securityContext.allowPrivilegeEscalation",
+	"spec.containers[].securityContext.seccompProfile", "spec.containers[].securityContext.appArmorProfile",
 }
 
-// fieldSet is a set of field patterns, with the parents of these patterns.
-type fieldSet struct{ fields, parents map[string]bool }
-
-func newFieldSet(patterns ...string) fieldSet {
-	return fieldSet{map[string]bool{}, map[string]bool{"": true}}.with("", patterns...)
-}
-
-// with adds patterns, each after prefix, and returns the set.
-func (s fieldSet) with(prefix string, patterns ...string) fieldSet {
-	for _, pattern := range patterns {
-		pattern = prefix + pattern
-		s.fields[pattern] = true
-		for i, c := range pattern {
-			if c == '.' || c == '[' {
-				s.parents[pattern[:i]] = true
-			}
-		}
-	}
-	return s
+// hasHonoured reports whether fields below a pattern are honoured.
+func hasHonoured(pattern string) bool {
+	return slices.ContainsFunc(honoured, func(field string) bool {
+		rest, below := strings.CutPrefix(field, pattern)
+		return below && (pattern == "" || rest[0] == '.' || rest[0] == '[')
+	})
 }
 
 // unsupported returns every field of the pod that is set but not in honoured. A field is set if its
@@ -69,10 +59,11 @@ type walker struct{ problems []Problem }
 
 // walk visits v at path. pattern is path without indexes.
 func (w *walker) walk(path, pattern string, v reflect.Value) {
+	pattern = strings.Replace(pattern, "spec.initContainers", "spec.containers", 1)
 	switch {
-	case isUnset(v) || honoured.fields[pattern]:
+	case isUnset(v) || slices.Contains(honoured, pattern):
 		return
-	case !honoured.parents[pattern]:
+	case !hasHonoured(pattern):
 		w.problems = append(w.problems, Problem{path, needsKubelet})
 		return
 	}

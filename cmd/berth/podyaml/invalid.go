@@ -2,9 +2,8 @@ package podyaml
 
 import (
 	"fmt"
-	"net/netip"
+	"maps"
 	"path"
-	"regexp"
 	"slices"
 	"strings"
 
@@ -14,8 +13,8 @@ import (
 )
 
 // checker collects the errors in values of supported fields. Of the values that the API server
-// refuses, it refuses those that would fail only after the pod has started, or would become part of
-// a host path.
+// refuses, it refuses those that would become part of a host path, and those whose error the
+// runtime cannot see in its requests. The runtime refuses the others.
 type checker struct {
 	pod      *corev1.Pod
 	objects  *Objects
@@ -34,13 +33,9 @@ func (c *checker) all() {
 	if *spec.TerminationGracePeriodSeconds < 0 {
 		c.add("spec.terminationGracePeriodSeconds", "must not be negative")
 	}
-	if spec.Hostname != "" {
-		c.addAll("spec.hostname", spec.Hostname, validation.IsDNS1123Label(spec.Hostname))
-		if spec.HostNetwork {
-			c.add("spec.hostname", "the pod has the host's name with hostNetwork")
-		}
+	if sc := spec.SecurityContext; sc != nil {
+		c.profiles("spec.securityContext", sc.SeccompProfile, sc.AppArmorProfile)
 	}
-	c.podSecurity()
 	c.volumes()
 	c.containers()
 }
@@ -62,38 +57,6 @@ func (c *checker) unique(path, name string, seen map[string]bool) {
 		c.add(path, "%q is there twice", name)
 	}
 	seen[name] = true
-}
-
-// sysctlName is the API server's pattern, with dots or slashes.
-var sysctlName = regexp.MustCompile(`^([a-z0-9][-_a-z0-9]*[./])*[a-z0-9][-_a-z0-9]*$`)
-
-func (c *checker) podSecurity() {
-	sc := c.pod.Spec.SecurityContext
-	if sc == nil {
-		return
-	}
-	const at = "spec.securityContext"
-	c.id(at+".runAsUser", sc.RunAsUser)
-	c.id(at+".runAsGroup", sc.RunAsGroup)
-	c.id(at+".fsGroup", sc.FSGroup)
-	for i := range sc.SupplementalGroups {
-		c.id(index(at+".supplementalGroups", i), &sc.SupplementalGroups[i])
-	}
-	for i, s := range sc.Sysctls {
-		if !sysctlName.MatchString(s.Name) {
-			c.add(index(at+".sysctls", i)+".name", "%q is not the name of a sysctl", s.Name)
-		}
-	}
-	c.profiles(at, sc.SeccompProfile, sc.AppArmorProfile)
-}
-
-// id checks a user or group number. The limit is the API server's. It also excludes the kernel's
-// all-ones value, which means "no change".
-func (c *checker) id(path string, id *int64) {
-	const most = 1<<31 - 1
-	if id != nil && (*id < 0 || *id > most) {
-		c.add(path, "%d is not between 0 and %d", *id, most)
-	}
 }
 
 func (c *checker) profiles(at string, seccomp *corev1.SeccompProfile, apparmor *corev1.AppArmorProfile) {
@@ -166,13 +129,12 @@ func (c *checker) containers() {
 		}
 		oneOf(c, ctr.Path+".imagePullPolicy", ctr.ImagePullPolicy,
 			corev1.PullAlways, corev1.PullIfNotPresent, corev1.PullNever)
-		if ctr.WorkingDir != "" && !path.IsAbs(ctr.WorkingDir) {
-			c.add(ctr.Path+".workingDir", "%q is not an absolute path", ctr.WorkingDir)
-		}
 		c.env(ctr)
 		c.resources(ctr)
 		c.mounts(ctr)
-		c.containerSecurity(ctr)
+		if sc := ctr.SecurityContext; sc != nil {
+			c.profiles(ctr.Path+".securityContext", sc.SeccompProfile, sc.AppArmorProfile)
+		}
 		c.ports(ctr, ports)
 	}
 }
@@ -202,26 +164,18 @@ func (c *checker) env(ctr Container) {
 }
 
 func (c *checker) resources(ctr Container) {
-	at := ctr.Path + ".resources"
 	for _, list := range []struct {
 		name   string
 		values corev1.ResourceList
 	}{{"limits", ctr.Resources.Limits}, {"requests", ctr.Resources.Requests}} {
-		for _, name := range sortedNames(list.values) {
-			q := list.values[name]
-			where := fmt.Sprintf("%s.%s.%s", at, list.name, name)
-			if !knownResource(name) {
+		for _, name := range slices.Sorted(maps.Keys(list.values)) {
+			where := fmt.Sprintf("%s.resources.%s.%s", ctr.Path, list.name, name)
+			if !slices.Contains(honouredResources, name) {
 				c.add(where, needsKubelet)
 			}
-			if q.Sign() < 0 {
+			if q := list.values[name]; q.Sign() < 0 {
 				c.add(where, "must not be negative")
 			}
-		}
-	}
-	for _, name := range sortedNames(ctr.Resources.Limits) {
-		limit, request := ctr.Resources.Limits[name], ctr.Resources.Requests[name]
-		if request.Cmp(limit) > 0 {
-			c.add(fmt.Sprintf("%s.requests.%s", at, name), "%s is more than the limit %s", request.String(), limit.String())
 		}
 	}
 }
@@ -239,42 +193,14 @@ func (c *checker) mounts(ctr Container) {
 	}
 }
 
-func (c *checker) containerSecurity(ctr Container) {
-	sc := ctr.SecurityContext
-	if sc == nil {
-		return
-	}
-	at := ctr.Path + ".securityContext"
-	c.id(at+".runAsUser", sc.RunAsUser)
-	c.id(at+".runAsGroup", sc.RunAsGroup)
-	escalation := sc.AllowPrivilegeEscalation == nil || *sc.AllowPrivilegeEscalation
-	if !escalation && value(sc.Privileged) {
-		c.add(at+".allowPrivilegeEscalation", "cannot be false in a privileged container")
-	}
-	if !escalation && sc.Capabilities != nil && slices.Contains(sc.Capabilities.Add, "SYS_ADMIN") {
-		c.add(at+".allowPrivilegeEscalation", "cannot be false with the capability SYS_ADMIN")
-	}
-	c.profiles(at, sc.SeccompProfile, sc.AppArmorProfile)
-}
-
 // ports checks one container's ports. taken has the host ports of earlier containers.
 func (c *checker) ports(ctr Container, taken map[string]bool) {
-	const most = 65535
 	for i, p := range ctr.Ports {
 		at := index(ctr.Path+".ports", i)
-		if p.ContainerPort < 1 || p.ContainerPort > most {
-			c.add(at+".containerPort", "%d is not between 1 and %d", p.ContainerPort, most)
-		}
-		if p.HostPort < 0 || p.HostPort > most {
-			c.add(at+".hostPort", "%d is not between 1 and %d", p.HostPort, most)
-		}
 		if c.pod.Spec.HostNetwork && p.HostPort != p.ContainerPort {
 			c.add(at+".hostPort", "must be the containerPort with hostNetwork")
 		}
 		oneOf(c, at+".protocol", p.Protocol, corev1.ProtocolTCP, corev1.ProtocolUDP, corev1.ProtocolSCTP)
-		if _, err := netip.ParseAddr(p.HostIP); p.HostIP != "" && err != nil {
-			c.add(at+".hostIP", "%q is not an IP address", p.HostIP)
-		}
 		if p.HostPort != 0 {
 			c.unique(at+".hostPort", fmt.Sprintf("%s/%s/%d", p.HostIP, p.Protocol, p.HostPort), taken)
 		}

@@ -57,7 +57,6 @@ func (p *Plan) Sandbox() *runtimeapi.PodSandboxConfig {
 			CgroupParent:    p.CgroupParent,
 			SecurityContext: p.sandboxSecurity(),
 			Sysctls:         p.sysctls(),
-			Resources:       p.podResources(),
 		},
 	}
 	if !p.Pod.Spec.HostNetwork {

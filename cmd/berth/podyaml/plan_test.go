@@ -69,8 +69,6 @@ containers:
 		SupplementalGroups: []int64{9, 10},
 		Privileged:         true, Seccomp: &runtimeapi.SecurityProfile{},
 	})
-	// The init container has the largest request but no limit, so the pod has no limit.
-	same(t, "resources", got.Linux.Resources, &runtimeapi.LinuxContainerResources{CpuPeriod: 100000, CpuShares: 3072})
 }
 
 func TestSandboxOnHostNetwork(t *testing.T) {
@@ -236,26 +234,12 @@ func TestContainerResources(t *testing.T) {
 		{"burstable with nearly all", "{requests: {memory: 8Gi}}", &runtimeapi.LinuxContainerResources{CpuPeriod: 100000, CpuShares: 2, OomScoreAdj: 3}},
 		{"burstable with next to nothing", "{requests: {memory: '1'}}", &runtimeapi.LinuxContainerResources{CpuPeriod: 100000, CpuShares: 2, OomScoreAdj: 999}},
 		{"tiny limit", "{limits: {cpu: 1m}}", &runtimeapi.LinuxContainerResources{CpuPeriod: 100000, CpuQuota: 1000, CpuShares: 2, OomScoreAdj: 999}},
-		{"huge pages", "{limits: {hugepages-2Mi: 4Mi, hugepages-1Gi: 1Gi}}", &runtimeapi.LinuxContainerResources{
-			CpuPeriod: 100000, CpuShares: 2, OomScoreAdj: 1000,
-			HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "1GB", Limit: 1 << 30}, {PageSize: "2MB", Limit: 4 << 20}}}},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
 			same(t, "resources", config(t, plan(t, one("resources: "+test.resources))).Linux.Resources, test.want)
 		})
 	}
-}
-
-func TestPodResources(t *testing.T) {
-	t.Parallel()
-	got := plan(t, `
-initContainers:
-- {name: i, image: b, resources: {limits: {cpu: '2', memory: 50Mi}}}
-containers:
-- {name: a, image: b, resources: {limits: {cpu: '1', memory: 200Mi}}}`).podResources()
-	same(t, "resources", got, &runtimeapi.LinuxContainerResources{
-		CpuPeriod: 100000, CpuShares: 2048, CpuQuota: 200000, MemoryLimitInBytes: 200 << 20})
 }
 
 func TestEtcHosts(t *testing.T) {

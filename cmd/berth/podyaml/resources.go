@@ -1,12 +1,7 @@
 package podyaml
 
 import (
-	"maps"
-	"slices"
-	"strings"
-
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/api/resource"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
@@ -22,15 +17,8 @@ const (
 	oomBestEffort = 1000
 )
 
-const hugePages = "hugepages-"
-
-func knownResource(name corev1.ResourceName) bool {
-	if size, ok := strings.CutPrefix(string(name), hugePages); ok {
-		_, err := resource.ParseQuantity(size)
-		return err == nil
-	}
-	return name == corev1.ResourceCPU || name == corev1.ResourceMemory
-}
+// honouredResources are the resources that need no kubelet.
+var honouredResources = []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory}
 
 // shares converts a CPU request in thousandths of a CPU (MilliCPUToShares).
 func shares(milli int64) int64 {
@@ -49,7 +37,7 @@ func quota(milli int64) int64 {
 func qos(pod *corev1.Pod) corev1.PodQOSClass {
 	any, guaranteed := false, true
 	for _, c := range containers(pod) {
-		for _, name := range []corev1.ResourceName{corev1.ResourceCPU, corev1.ResourceMemory} {
+		for _, name := range honouredResources {
 			limit, request := c.Resources.Limits[name], c.Resources.Requests[name]
 			any = any || !limit.IsZero() || !request.IsZero()
 			guaranteed = guaranteed && !limit.IsZero() && limit.Cmp(request) == 0
@@ -83,70 +71,11 @@ func (p *Plan) oomScore(c *corev1.Container) int64 {
 
 // resources returns a container's limits in CRI's form.
 func (p *Plan) resources(c *corev1.Container) *runtimeapi.LinuxContainerResources {
-	memory := c.Resources.Limits[corev1.ResourceMemory]
-	out := cpuAndMemory(c.Resources.Requests.Cpu().MilliValue(), c.Resources.Limits.Cpu().MilliValue(), memory.Value())
-	out.OomScoreAdj = p.oomScore(c)
-	for _, name := range sortedNames(c.Resources.Limits) {
-		if size, ok := strings.CutPrefix(string(name), hugePages); ok {
-			limit := c.Resources.Limits[name]
-			out.HugepageLimits = append(out.HugepageLimits, &runtimeapi.HugepageLimit{
-				PageSize: pageSize(resource.MustParse(size)), Limit: uint64(limit.Value()),
-			})
-		}
-	}
-	return out
-}
-
-func cpuAndMemory(requestMilli, limitMilli, memory int64) *runtimeapi.LinuxContainerResources {
 	return &runtimeapi.LinuxContainerResources{
-		CpuShares: shares(requestMilli), CpuPeriod: quotaPeriod, CpuQuota: quota(limitMilli), MemoryLimitInBytes: memory,
+		CpuShares:          shares(c.Resources.Requests.Cpu().MilliValue()),
+		CpuPeriod:          quotaPeriod,
+		CpuQuota:           quota(c.Resources.Limits.Cpu().MilliValue()),
+		MemoryLimitInBytes: c.Resources.Limits.Memory().Value(),
+		OomScoreAdj:        p.oomScore(c),
 	}
-}
-
-// pageSize formats the size of a huge page as in the kernel's cgroup file names.
-func pageSize(size resource.Quantity) string {
-	n := size.Value()
-	units := []string{"B", "KB", "MB", "GB", "TB"}
-	unit := 0
-	for n >= 1024 && n%1024 == 0 && unit < len(units)-1 {
-		n /= 1024
-		unit++
-	}
-	return resource.NewQuantity(n, resource.DecimalSI).String() + units[unit]
-}
-
-// podResources returns the sums over the containers that run at the same time. Init containers run
-// one at a time, so only the largest of them counts. A limit counts only if every container has it.
-func (p *Plan) podResources() *runtimeapi.LinuxContainerResources {
-	request := p.sum(func(c Container) (int64, bool) { return c.Resources.Requests.Cpu().MilliValue(), true })
-	limit := p.sum(func(c Container) (int64, bool) {
-		v := c.Resources.Limits.Cpu().MilliValue()
-		return v, v > 0
-	})
-	memory := p.sum(func(c Container) (int64, bool) {
-		v := c.Resources.Limits.Memory().Value()
-		return v, v > 0
-	})
-	return cpuAndMemory(request, limit, memory)
-}
-
-// sum adds up a value of all containers. It returns 0 if a container lacks the value.
-func (p *Plan) sum(get func(Container) (int64, bool)) int64 {
-	var total, alone int64
-	for _, c := range containers(p.Pod) {
-		v, ok := get(c)
-		switch {
-		case !ok:
-			return 0
-		case c.Init:
-			alone = max(alone, v)
-		default:
-			total += v
-		}
-	}
-	return max(total, alone)
-}
-
-func sortedNames(list corev1.ResourceList) []corev1.ResourceName {
-	return slices.Sorted(maps.Keys(list))
 }

@@ -1,18 +1,15 @@
-// Package waterfall draws time spans as bars below one another: as SVG for a page, as text for a
-// terminal.
+// Package waterfall draws time spans as text: bars below one another.
 //
 // # Contract
 //
 // The package is pure: a chart depends only on its fields. Names may come from anywhere. It
-// replaces unprintable characters and truncates long names, so that neither a terminal nor an XML
-// parser interprets them. The SVG needs no external font, script or style, and is legible on light
-// and dark pages.
+// replaces unprintable characters and truncates long names, so that a terminal does not interpret
+// them.
 package waterfall
 
 import (
 	"cmp"
 	"fmt"
-	"io"
 	"slices"
 	"strings"
 	"time"
@@ -33,8 +30,6 @@ type Chart struct {
 	Title string
 	Spans []Span
 
-	// Until is the minimum length of the axis. Charts with the same length can be compared by eye.
-	Until time.Duration
 	// Fold is the maximum length of a time without any span. A longer one is folded into a mark. 0
 	// means no limit.
 	Fold time.Duration
@@ -42,11 +37,6 @@ type Chart struct {
 	Hide time.Duration
 	// Lost is the number of spans that were not recorded. The drawing names it.
 	Lost int
-}
-
-// SVG draws spans as an SVG 1.1 document, on an axis that begins with the first span.
-func SVG(w io.Writer, title string, spans []Span) error {
-	return Chart{Title: title, Spans: spans}.SVG(w)
 }
 
 // fold is a time without spans that the drawing omits.
@@ -79,7 +69,7 @@ func (c Chart) visible() []Span {
 
 func (c Chart) layout() layout {
 	spans := c.visible()
-	l := layout{title: clean(c.Title), until: min(c.Until, mostTime), bars: make([]bar, len(spans)),
+	l := layout{title: clean(c.Title), bars: make([]bar, len(spans)),
 		short: len(c.Spans) - len(spans)}
 	inTime := make([]*bar, len(spans))
 	for i, s := range spans {
@@ -146,64 +136,6 @@ func (c Chart) note(l layout) string {
 	add(l.short, "under "+Took(c.Hide))
 	add(c.Lost, "beyond the limit")
 	return strings.Join(parts, "; ")
-}
-
-// mark is a tick with its place on the axis, and the time that it stands for.
-type mark struct{ at, time time.Duration }
-
-// marks returns ticks at round numbers of the time since the first span. Folded time counts, so a
-// tick after a fold stands for a later time than its place.
-func (l layout) marks(most int) []mark {
-	all := ticks(l.until, most)
-	if len(all) < 2 {
-		return []mark{{}}
-	}
-	step := all[1]
-	var found []mark
-	from, omitted := time.Duration(0), time.Duration(0)
-	for i := 0; i <= len(l.folds); i++ {
-		to := l.until + 1
-		if i < len(l.folds) {
-			to = l.folds[i].at
-		}
-		for t := (from + omitted + step - 1) / step * step; t-omitted < to; t += step {
-			found = append(found, mark{t - omitted, t})
-		}
-		if i < len(l.folds) {
-			from, omitted = to, omitted+l.folds[i].omitted
-		}
-	}
-	return found
-}
-
-// ticks returns at most most marks at round numbers, on an axis of length until.
-func ticks(until time.Duration, most int) []time.Duration {
-	step := time.Microsecond
-	for i := 0; until/step > time.Duration(most); i++ { // 1, 2, 5, 10 …
-		if i%3 == 1 {
-			step = step / 2 * 5
-		} else {
-			step *= 2
-		}
-	}
-	var all []time.Duration
-	for n := range until/step + 1 {
-		all = append(all, n*step)
-	}
-	return all
-}
-
-// tick returns the short label of a mark.
-func tick(d time.Duration) string {
-	switch {
-	case d == 0:
-		return "0"
-	case d%time.Second == 0 || d >= 10*time.Second:
-		return fmt.Sprintf("%g s", d.Seconds())
-	case d%time.Millisecond == 0:
-		return fmt.Sprintf("%d ms", d/time.Millisecond)
-	}
-	return fmt.Sprintf("%g ms", float64(d)/float64(time.Millisecond))
 }
 
 // Took formats a duration with its significant digits.

@@ -42,17 +42,8 @@ type Page struct {
 //go:embed why.md
 var why string
 
-// Write writes performance.md and its drawings into a directory.
+// Write writes performance.md into a directory.
 func (p Page) Write(dir string) error {
-	for _, d := range drawings {
-		var out bytes.Buffer
-		if err := p.draw(&out, d); err != nil {
-			return err
-		}
-		if err := os.WriteFile(filepath.Join(dir, d.file), out.Bytes(), 0o644); err != nil {
-			return err
-		}
-	}
 	var out bytes.Buffer
 	separate, err := oldSections(dir)
 	if err != nil {
@@ -66,14 +57,19 @@ func (p Page) Write(dir string) error {
 
 // drawing is one figure of timelines.
 type drawing struct {
-	file, title string
-	networks    []string
+	title    string
+	networks []string
 }
 
 var drawings = []drawing{
-	{"performance-host.svg", "one pod on the host's network, to Running", []string{"host"}},
-	{"performance-cni.svg", "one pod with CNI plugins or the built-in network, to Running", []string{"cni", "own"}},
+	{"One pod on the host's network, to Running:", []string{"host"}},
+	{"One pod with CNI plugins or the built-in network, to Running:", []string{"cni", "own"}},
 }
+
+const (
+	drawingColumns = 100
+	shortestSpan   = 500 * time.Microsecond // shorter ones are not drawn
+)
 
 // draw draws the starts of all runtimes on one axis, each from its own beginning.
 func (p Page) draw(out *bytes.Buffer, d drawing) error {
@@ -87,7 +83,7 @@ func (p Page) draw(out *bytes.Buffer, d drawing) error {
 			spans = append(spans, waterfall.Span{Name: s.Name, Start: s.Begin, End: s.End, Depth: s.Depth + 1})
 		}
 	}
-	return waterfall.SVG(out, d.title, spans)
+	return waterfall.Chart{Spans: spans, Hide: shortestSpan}.Text(out, drawingColumns)
 }
 
 // drawingsHeading begins the last section.
@@ -116,7 +112,11 @@ For everyone who compares runtimes. A cell holds the median and, after the slash
 	}
 	fmt.Fprint(out, "\n", drawingsHeading, "\nThe median of five pods. Berth's calls show the spans of `berth trace`.\n\n")
 	for _, d := range drawings {
-		fmt.Fprintf(out, "![%s](%s)\n\n", d.title, d.file)
+		fmt.Fprintf(out, "%s\n\n```text\n", d.title)
+		if err := p.draw(out, d); err != nil {
+			return err
+		}
+		fmt.Fprint(out, "```\n\n")
 	}
 	return nil
 }

@@ -37,11 +37,15 @@ func checkSockets(_ context.Context, n *Node) []Finding {
 	own := n.listenersAt(listening, n.Config.Listen)
 	findings := []Finding{checkSocket(n.Config.Listen, own)}
 	if n.Config.NRI && n.Config.NRISocket != "" {
-		findings = append(findings, checkNRISocket(n.Config.NRISocket, n.listenersAt(listening, n.Config.NRISocket), own))
+		const fix = "set nri.socket to another path, or restart berth when the other runtime has stopped: until then no NRI plugin can connect"
+		nri := n.Config.NRISocket
+		findings = append(findings, checkOwnSocket("NRI socket", nri, Warning, fix, n.listenersAt(listening, nri), own))
 	}
 	cadvisor := n.Config.CadvisorSocket
 	if cadvisor != "" {
-		findings = append(findings, checkCadvisorSocket(cadvisor, n.listenersAt(listening, cadvisor), own))
+		const fix = "stop it, or remove cadvisor_socket: berth does not start while another process serves there"
+		findings = append(findings,
+			checkOwnSocket("cAdvisor socket", cadvisor, Failure, fix, n.listenersAt(listening, cadvisor), own))
 	}
 	for _, path := range otherRuntimes {
 		others := n.listenersAt(listening, path)
@@ -76,32 +80,16 @@ func checkSocket(path string, listeners []process) Finding {
 		"stop it, or set listen to another path, and containerRuntimeEndpoint for kubelet")
 }
 
-// checkNRISocket judges the owner of the NRI socket. Only the daemon with the CRI socket may own
-// it.
-func checkNRISocket(path string, listeners, daemon []process) Finding {
-	const subject = "NRI socket"
+// checkOwnSocket judges the owner of another socket of the daemon. Only the daemon with the CRI
+// socket may own it. level and fix are those of a finding about another owner.
+func checkOwnSocket(subject, path string, level Level, fix string, listeners, daemon []process) Finding {
 	if len(listeners) == 0 {
 		return ok(subject, "%s is free", path)
 	}
 	if slices.ContainsFunc(listeners, func(p process) bool { return slices.Contains(daemon, p) }) {
 		return ok(subject, "%s has %s", listeners[0], path)
 	}
-	return lacking(Warning, subject, fmt.Sprintf("%s listens on %s", listeners[0], path),
-		"set nri.socket to another path, or restart berth when the other runtime has stopped: until then no NRI plugin can connect")
-}
-
-// checkCadvisorSocket judges the owner of the socket for cAdvisor. Only the daemon with the CRI
-// socket may own it.
-func checkCadvisorSocket(path string, listeners, daemon []process) Finding {
-	const subject = "cAdvisor socket"
-	if len(listeners) == 0 {
-		return ok(subject, "%s is free", path)
-	}
-	if slices.ContainsFunc(listeners, func(p process) bool { return slices.Contains(daemon, p) }) {
-		return ok(subject, "%s has %s", listeners[0], path)
-	}
-	return lacking(Failure, subject, fmt.Sprintf("%s listens on %s", listeners[0], path),
-		"stop it, or remove cadvisor_socket: berth does not start while another process serves there")
+	return lacking(level, subject, fmt.Sprintf("%s listens on %s", listeners[0], path), fix)
 }
 
 // listener is a listening unix socket with a path.
