@@ -99,12 +99,12 @@ func faultOf(err error) fault {
 		return othersFault
 	case errors.As(err, &peer):
 		return badPeer
+	case errors.Is(err, lazy.ErrFailed): // whatever its cause, also little memory
+		return failedLayer
 	case little && errors.Is(err, layer.ErrTooLarge):
 		return largeTree
 	case little:
 		return littleMemory
-	case errors.Is(err, lazy.ErrFailed):
-		return failedLayer
 	case errors.Is(err, layer.ErrTooLarge):
 		return tooLarge
 	case errors.Is(err, tree.ErrMalformed):

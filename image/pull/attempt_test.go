@@ -128,6 +128,8 @@ func TestFaultOf(t *testing.T) {
 		{of(unpack.MoreWindow), littleMemory},
 		{errdefs.New(codes.DataLoss, "another digest"), corrupt},
 		{errdefs.New(codes.DataLoss, "%w: EIO", lazy.ErrFailed), failedLayer},
+		{errdefs.New(codes.DataLoss, "%w: %w", lazy.ErrFailed, of(unpack.MoreMemory)), failedLayer},
+		{errdefs.New(codes.DataLoss, "%w: %w: %w", lazy.ErrFailed, layer.ErrTooLarge, of(unpack.MoreMemory)), failedLayer},
 		{fmt.Errorf("stack layers: %w", layer.ErrTooLarge), tooLarge},
 		{fmt.Errorf("%w: %w", layer.ErrTooLarge, of(unpack.MoreMemory)), largeTree},
 		{fmt.Errorf("layer: %w", tree.ErrMalformed), badTree},
