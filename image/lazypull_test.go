@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -29,6 +30,7 @@ import (
 	"berth/image/peers"
 	"berth/image/pull"
 	"berth/image/registry/registrytest"
+	"berth/image/unpack"
 	"berth/image/unpack/inflate"
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
@@ -531,5 +533,44 @@ func TestArchiveFillsIncompleteLayer(t *testing.T) {
 		t.Errorf("loaded %+v", loaded)
 	}
 	testutil.Eventually(t, "the layer is complete", func() bool { return w.incomplete(t) == nil })
+	w.check(t)
+}
+
+// A pull creates a layer lazily while an archive is loaded. The loaded image does not depend on the
+// pull's registry either.
+func TestArchiveFillsLayerOfConcurrentPull(t *testing.T) {
+	w := newLazyRegistry(t)
+	w.cfg = lazyConfig(t, lazy.On)
+	var before atomic.Pointer[func()]
+	pack := w.cfg.Pack
+	w.cfg.Pack = func(ctx context.Context, data, out *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+		if do := before.Swap(nil); do != nil {
+			(*do)()
+		}
+		return pack(ctx, data, out, blob, job)
+	}
+	w.s = openStore(t, w.cfg)
+	w.needEngine(t)
+	w.forget(t)
+	ref, err := name.ParseReference(w.ref, name.Insecure)
+	testutil.Must(t, err)
+	original, err := remote.Image(ref)
+	testutil.Must(t, err)
+	path := layoutDir(t, "example.com/app:v1", original)
+	release := w.hold()
+	defer release()
+	pullLazily := func() {
+		mustPull(t, w.s, w.ref)
+		if w.incomplete(t) == nil {
+			t.Error("the layer is complete")
+		}
+		w.lose()
+	}
+	before.Store(&pullLazily)
+	_, err = w.s.LoadFile(t.Context(), path, pull.LoadOptions{})
+	testutil.Must(t, err)
+	if before.Load() != nil || w.incomplete(t) != nil {
+		t.Fatal("a loaded image has an incomplete layer")
+	}
 	w.check(t)
 }

@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"compress/gzip"
 	"context"
+	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net/http"
 	"os"
@@ -26,6 +28,8 @@ import (
 	"berth/image/partial"
 	"berth/image/pull"
 	"berth/image/registry/registrytest"
+	"berth/image/unpack"
+	"berth/internal/errdefs"
 	"berth/internal/testutil"
 )
 
@@ -322,6 +326,42 @@ func TestPullWithAnyKeptBytes(t *testing.T) {
 				t.Errorf("file has %d bytes", len(got))
 			}
 			wantKept(t, cfg.Root, 0)
+		})
+	}
+}
+
+// Kept bytes that need more memory than there is are not the layer's: it is fetched as a whole.
+func TestKeptBytesThatNeedMemory(t *testing.T) {
+	for name, refused := range map[string]error{
+		"memory":        &unpack.Error{Code: unpack.MoreMemory, Err: errors.New("little")},
+		"window":        &unpack.Error{Code: unpack.MoreWindow, Err: errors.New("little")},
+		"too large":     errdefs.FailedPrecondition("%w", layer.ErrTooLarge),
+		"exceeds":       &unpack.Error{Code: unpack.FailedPrecondition, Err: errors.New("much")},
+		"process ended": errdefs.Unavailable("berth-unpack died"),
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := bigLayer(t, "big", 1)
+			reg := registrytest.New(t)
+			reg.PutImage("app", "v1", "", l)
+			c := cut(reg, l, len(l.Blob)*60/100)
+			cfg := resumeConfig(t)
+			var fails atomic.Bool
+			cfg.Unpack = func(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+				if fails.Swap(false) {
+					_, _ = blob.Read(make([]byte, 1000)) // what comes does not matter
+					return unpack.Result{}, refused
+				}
+				return unpack.Layer(ctx, tree, blob, job)
+			}
+			s := openStore(t, cfg)
+			failPull(t, s, reg.Host()+"/app:v1")
+			wantKept(t, cfg.Root, 1)
+			c.limit.Store(-1)
+			fails.Store(true)
+			mustPull(t, s, reg.Host()+"/app:v1")
+			if fails.Load() {
+				t.Error("the kept bytes were not used")
+			}
 		})
 	}
 }

@@ -147,7 +147,8 @@ func (m *memberListener) endAll() {
 func (m *memberListener) admit(h *handshake) {
 	counted := &countedConn{Conn: h.Conn}
 	conn := tls.Server(counted, m.config)
-	err := m.shakeHands(conn)
+	// A stranger whose bytes cause a panic must not end berth. net/http has not seen it yet.
+	err := task.Guard(m.log, "shake hands with", "a client for peers", func() error { return m.shakeHands(conn) })
 	if !m.leave(h) || err != nil {
 		m.log.Debug("a client of the port for peers is no peer", "address", h.RemoteAddr(), "error", err)
 		_ = counted.Close() // refused

@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -274,4 +275,39 @@ func TestAcceptIsRepeated(t *testing.T) {
 	if _, err := l.Accept(); !errors.Is(err, net.ErrClosed) {
 		t.Error(err)
 	}
+}
+
+// A panic in a handshake ends its connection only.
+func TestPanicEndsHandshake(t *testing.T) {
+	t.Parallel()
+	nodes := newNodes(t, 2, nil)
+	config, _, err := tlsConfigs(nodes[0].cfg)
+	testutil.Must(t, err)
+	own, calls := config.GetCertificate, atomic.Int64{}
+	config.GetCertificate = func(hello *tls.ClientHelloInfo) (*tls.Certificate, error) {
+		if calls.Add(1) == 1 {
+			panic("test")
+		}
+		return own(hello)
+	}
+	tcp, err := net.Listen("tcp", "127.0.0.1:0")
+	testutil.Must(t, err)
+	l := newMemberListener(tcp, config, time.Minute, 1, func(net.Addr) bool { return false }, nodes[0].life, discard)
+	var group sync.WaitGroup
+	group.Go(l.run)
+	client := nodes[1].client.Transport.(*http.Transport).TLSClientConfig //nolint:forcetypeassert // newPeers
+	if _, err := tls.Dial("tcp", tcp.Addr().String(), client); err == nil {
+		t.Error("the first handshake has succeeded")
+	}
+	conn, err := tls.Dial("tcp", tcp.Addr().String(), client)
+	testutil.Must(t, err)
+	defer conn.Close()
+	got, err := l.Accept()
+	testutil.Must(t, err)
+	testutil.Must(t, got.Close())
+	if n := l.handshakes(); n > 0 {
+		t.Errorf("%d handshakes are left", n)
+	}
+	testutil.Must(t, l.Close())
+	group.Wait()
 }

@@ -3,11 +3,13 @@ package pull
 import (
 	"context"
 	"errors"
+	"log/slog"
 
 	"google.golang.org/grpc/codes"
 
 	"berth/image/layer"
 	"berth/image/lazy"
+	"berth/image/peers"
 	"berth/image/tree"
 	"berth/image/unpack"
 	"berth/image/unpack/budget"
@@ -99,12 +101,12 @@ func faultOf(err error) fault {
 		return othersFault
 	case errors.As(err, &peer):
 		return badPeer
+	case errors.Is(err, lazy.ErrFailed): // whatever its cause, also little memory
+		return failedLayer
 	case little && errors.Is(err, layer.ErrTooLarge):
 		return largeTree
 	case little:
 		return littleMemory
-	case errors.Is(err, lazy.ErrFailed):
-		return failedLayer
 	case errors.Is(err, layer.ErrTooLarge):
 		return tooLarge
 	case errors.Is(err, tree.ErrMalformed):
@@ -123,13 +125,26 @@ func (p *Puller) retry(ctx context.Context, what string, first attempt, do func(
 		if err == nil || ctx.Err() != nil {
 			return err
 		}
-		b, how := next(a, faultOf(err), left)
+		why := faultOf(err)
+		b, how := next(a, why, left)
 		if how == "" {
 			return err
 		}
-		p.log.Info("trying again", "what", what, "how", how, "error", err)
+		p.log.Log(ctx, levelOf(why, err), "trying again", "what", what, "how", how, "error", err)
 		a = b
 	}
+}
+
+// levelOf returns the level of the log about another attempt. A registry or an index that is wrong
+// is worth a look. That no peer has a layer is usual.
+func levelOf(why fault, err error) slog.Level {
+	switch {
+	case errors.Is(err, peers.ErrNone):
+		return slog.LevelDebug
+	case why == corrupt, why == failedLayer, why == badTree:
+		return slog.LevelWarn
+	}
+	return slog.LevelInfo
 }
 
 // sharedError is the error of a download that another pull has started.

@@ -4,12 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"testing"
 
 	"google.golang.org/grpc/codes"
 
 	"berth/image/layer"
 	"berth/image/lazy"
+	"berth/image/peers"
 	"berth/image/tree"
 	"berth/image/unpack"
 	"berth/image/unpack/budget"
@@ -128,6 +130,8 @@ func TestFaultOf(t *testing.T) {
 		{of(unpack.MoreWindow), littleMemory},
 		{errdefs.New(codes.DataLoss, "another digest"), corrupt},
 		{errdefs.New(codes.DataLoss, "%w: EIO", lazy.ErrFailed), failedLayer},
+		{errdefs.New(codes.DataLoss, "%w: %w", lazy.ErrFailed, of(unpack.MoreMemory)), failedLayer},
+		{errdefs.New(codes.DataLoss, "%w: %w: %w", lazy.ErrFailed, layer.ErrTooLarge, of(unpack.MoreMemory)), failedLayer},
 		{fmt.Errorf("stack layers: %w", layer.ErrTooLarge), tooLarge},
 		{fmt.Errorf("%w: %w", layer.ErrTooLarge, of(unpack.MoreMemory)), largeTree},
 		{fmt.Errorf("layer: %w", tree.ErrMalformed), badTree},
@@ -136,6 +140,27 @@ func TestFaultOf(t *testing.T) {
 	} {
 		if got := faultOf(c.err); got != c.want {
 			t.Errorf("%v: fault %d, want %d", c.err, got, c.want)
+		}
+	}
+}
+
+// Operators see what is wrong with a registry or an index, and not what is usual.
+func TestLevelOf(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		err  error
+		want slog.Level
+	}{
+		{fmt.Errorf("ask the home nodes: %w", peers.ErrNone), slog.LevelDebug},
+		{errUnconfirmed, slog.LevelInfo},
+		{&peerError{errdefs.New(codes.DataLoss, "another digest")}, slog.LevelInfo},
+		{fmt.Errorf("stack layers: %w", layer.ErrTooLarge), slog.LevelInfo},
+		{errdefs.New(codes.DataLoss, "another digest"), slog.LevelWarn},
+		{errdefs.New(codes.DataLoss, "%w: EIO", lazy.ErrFailed), slog.LevelWarn},
+		{fmt.Errorf("layer: %w", tree.ErrMalformed), slog.LevelWarn},
+	} {
+		if got := levelOf(faultOf(c.err), c.err); got != c.want {
+			t.Errorf("%v: %v, want %v", c.err, got, c.want)
 		}
 	}
 }

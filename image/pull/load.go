@@ -172,22 +172,21 @@ func (p *Puller) loadLayer(ctx context.Context, store *layer.Store, from *archiv
 		left.more, _ = p.budget.Grow(at.more, had, err)
 		return left, err
 	})
-	switch {
-	case err != nil:
+	if err != nil {
 		return err
-	case present:
-		track.set(LayerPresent)
-		return p.completeFrom(ctx, from, l)
 	}
 	track.set(LayerDone)
-	return nil
+	if present {
+		track.set(LayerPresent)
+	}
+	return p.completeFrom(ctx, store, from, l) // a pull may have created it lazily meanwhile
 }
 
 // completeFrom waits until a layer is complete, and lets it be filled from an archive, too: an
 // image of an archive must not depend on a registry.
-func (p *Puller) completeFrom(ctx context.Context, from *archive.Archive, l registry.Layer) error {
+func (p *Puller) completeFrom(ctx context.Context, store *layer.Store, from *archive.Archive, l registry.Layer) error {
 	name := lazy.SourceOf(l).Name()
-	if p.lazy.Get(name) == nil {
+	if store.Lazy(name) == nil {
 		return nil
 	}
 	blob, err := from.BlobAt(l.Blob)

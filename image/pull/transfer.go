@@ -116,8 +116,8 @@ func (d *download) blame(blob *registry.Blob, err error) error {
 	switch {
 	case errors.Is(err, layer.ErrTooLarge) && d.p.store.Fallback(d.store) != nil: // the other driver reads the whole blob
 		return err
-	case blob.Resumed() && mayBeOfKept(err): // fetch it as a whole
-		return errdefs.New(codes.DataLoss, "%w, with bytes from an earlier transfer", err)
+	case blob.Resumed() && mayBeOfKept(err): // fetch it as a whole, whatever the cause
+		return errdefs.New(codes.DataLoss, "%v, with bytes from an earlier transfer", err)
 	case !layer.RejectsContent(err):
 		return err
 	case d.access.repo.Hosts() > 1 || blob.InPieces():

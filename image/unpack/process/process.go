@@ -200,7 +200,7 @@ func (w *work) feed(blob io.Reader, failed func(error)) {
 		if err == io.EOF { //nolint:errorlint // a wrapped EOF is a failed transfer
 			w.fed.Store(true)
 			err = w.In.Close()
-			if err == nil {
+			if err == nil || errors.Is(err, os.ErrClosed) { // End has closed it: the answer is there
 				return
 			}
 		}
