@@ -3,8 +3,10 @@ package checkpoint
 import (
 	"fmt"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 
 	"google.golang.org/grpc/codes"
@@ -133,4 +135,55 @@ func TestHostileCRIU(t *testing.T) {
 	if want := fmt.Sprintf(" 0 %d 65536;", podUser); !strings.Contains(strings.Join(strings.Fields(report), " "), want) {
 		t.Errorf("it has not the users %q: %s", want, report)
 	}
+}
+
+// takenOver saves a container, and starts it with a program in place of CRIU that was taken over and
+// seems to restore it (testdata/taken.c). name is that of the program.
+func takenOver(t *testing.T, name string) (*harness.Container, error) {
+	t.Helper()
+	d := harness.StartDaemon(t, harness.WithUsernsCRIU(t))
+	pod := d.RunPod(t, mapped(podUser))
+	c := pod.Run(t, harness.Script(counting), inPod(pod))
+	waitCounted(t, c, 1)
+	s := save(t, pod, c)
+	pod.Remove(t)
+	d.Stop(t)
+	place := filepath.Join(t.TempDir(), name)
+	harness.Must(t, os.WriteFile(place, harness.Get(os.ReadFile(program(t, "taken")))(t), 0o755))
+	use := func(program string) string { return fmt.Sprintf("checkpoint.criu = %q", program) }
+	d.SetConfig(t, use(os.Getenv("BERTH_TEST_CRIU")), use(place))
+	d.Start(t)
+	_, list := restorePod(t, d, s.identity(t))
+	return list[0], d.Cri.StartContainer(t.Context(), list[0].Id)
+}
+
+// processesNamed returns how many processes of the machine have a name.
+func processesNamed(t *testing.T, name string) (n int) {
+	t.Helper()
+	for _, file := range harness.Get(filepath.Glob("/proc/[0-9]*/comm"))(t) {
+		if comm, err := os.ReadFile(file); err == nil && string(comm) == name+"\n" { // otherwise it has ended
+			n++
+		}
+	}
+	return n
+}
+
+// A CRIU that was taken over can leave a process in the node's PID namespace. It ends with the
+// container's init.
+func TestHostileCRIULeavesNothing(t *testing.T) {
+	c, err := takenOver(t, "leaves")
+	harness.Must(t, err)
+	harness.Equal(t, "first processes", processesNamed(t, "taken-init"), 1)
+	harness.Equal(t, "processes beside them", processesNamed(t, "left-by-criu"), 1)
+	harness.Must(t, syscall.Kill(c.Pid(t), syscall.SIGKILL))
+	c.WaitExited(t)
+	harness.Equal(t, "processes after the exit", processesNamed(t, "taken-init")+processesNamed(t, "left-by-criu"), 0)
+}
+
+// Steps of CRIU are due once. One that comes again, when libcontainer's init has ended, would be
+// done for a process that has got its PID.
+func TestHostileCRIURepeatsAStep(t *testing.T) {
+	_, err := takenOver(t, "repeats")
+	harness.WantCode(t, err, codes.Internal, `CRIU reports the step "post-setup-namespaces" again`)
+	harness.Equal(t, "processes left", processesNamed(t, "taken-init")+processesNamed(t, "left-by-criu"), 0)
 }
