@@ -173,11 +173,16 @@ func processesNamed(t *testing.T, name string) (n int) {
 func TestHostileCRIULeavesNothing(t *testing.T) {
 	c, err := takenOver(t, "leaves")
 	harness.Must(t, err)
+	d := c.Pod.D
 	harness.Equal(t, "first processes", processesNamed(t, "taken-init"), 1)
 	harness.Equal(t, "processes beside them", processesNamed(t, "left-by-criu"), 1)
-	harness.Must(t, syscall.Kill(c.Pid(t), syscall.SIGKILL))
+	init := c.Pid(t)
+	d.Stop(t) // it would kill the process after it has noticed the exit
+	harness.Must(t, syscall.Kill(init, syscall.SIGKILL))
+	harness.EventuallyTrue(t, "the first process has ended", func() bool { return processesNamed(t, "taken-init") == 0 })
+	harness.Equal(t, "processes beside it after its end", processesNamed(t, "left-by-criu"), 0)
+	d.Start(t)
 	c.WaitExited(t)
-	harness.Equal(t, "processes after the exit", processesNamed(t, "taken-init")+processesNamed(t, "left-by-criu"), 0)
 }
 
 // Steps of CRIU are due once. One that comes again, when libcontainer's init has ended, would be
