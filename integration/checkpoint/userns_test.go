@@ -39,6 +39,17 @@ func userNamespace(t *testing.T, pid string) string {
 	return harness.Get(os.Readlink("/proc/" + pid + "/ns/user"))(t)
 }
 
+// descriptors returns the open files of a process with their kinds.
+func descriptors(t *testing.T, pid int) string {
+	t.Helper()
+	var files []string
+	for _, path := range harness.Get(filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid)))(t) {
+		kind, _, _ := strings.Cut(harness.Get(os.Readlink(path))(t), ":")
+		files = append(files, filepath.Base(path)+" "+kind)
+	}
+	return strings.Join(files, "\n")
+}
+
 // Containers of pods with a user namespace are restored inside of it. They have the rights and
 // mounts that they had, in the new pod's user namespace, and can be saved again.
 func TestRestoreInUserNamespace(t *testing.T) {
@@ -58,12 +69,13 @@ func TestRestoreInUserNamespace(t *testing.T) {
 			pod := d.RunPod(t, mapped(podUser))
 			c := pod.Run(t, harness.Script("(while sleep 0.02; do :; done) & "+counting), option, inPod(pod))
 			waitCounted(t, c, 1)
-			before, mounts := rights(t, c.Pid(t)), mountOptions(t, c)
+			before, mounts, files := rights(t, c.Pid(t)), mountOptions(t, c), descriptors(t, c.Pid(t))
 			for range 2 {
 				restored, list := revive(t, pod, c)
 				waitCounted(t, list[0], 1)
 				harness.Equal(t, "rights", rights(t, list[0].Pid(t)), before)
 				harness.Equal(t, "mounts", mountOptions(t, list[0]), mounts)
+				harness.Equal(t, "descriptors", descriptors(t, list[0].Pid(t)), files)
 				harness.Equal(t, "first process in its own /proc", list[0].Exec(t, "cat", "/proc/1/comm"), "sh")
 				if userNamespace(t, strconv.Itoa(list[0].Pid(t))) == userNamespace(t, "self") {
 					t.Error("the restored process is in the node's user namespace")
@@ -150,8 +162,10 @@ func takenOver(t *testing.T, name string) (*harness.Container, error) {
 	d.Stop(t)
 	place := filepath.Join(t.TempDir(), name)
 	harness.Must(t, os.WriteFile(place, harness.Get(os.ReadFile(program(t, "taken")))(t), 0o755))
+	link := filepath.Join(t.TempDir(), "criu") // as /etc/alternatives, it is not in CRIU's mount namespace
+	harness.Must(t, os.Symlink(place, link))
 	use := func(program string) string { return fmt.Sprintf("checkpoint.criu = %q", program) }
-	d.SetConfig(t, use(os.Getenv("BERTH_TEST_CRIU")), use(place))
+	d.SetConfig(t, use(os.Getenv("BERTH_TEST_CRIU")), use(link))
 	d.Start(t)
 	_, list := restorePod(t, d, s.identity(t))
 	return list[0], d.Cri.StartContainer(t.Context(), list[0].Id)

@@ -243,8 +243,16 @@ func (b *mappedRestore) commandInNamespaces() ([]string, error) {
 		}
 		command = append(command, "--bounding-set", strings.Join(names, ","))
 	}
-	return append(command, "--", b.Restore.CRIU, "swrk", "3"), nil
+	program, err := b.program()
+	if err != nil {
+		return nil, err
+	}
+	return append(command, "--", program, "swrk", "3"), nil
 }
+
+// program returns the path of CRIU without symbolic links. A room has no links to it in other
+// directories than its own.
+func (b *mappedRestore) program() (string, error) { return filepath.EvalSymlinks(b.Restore.CRIU) }
 
 // containerMounts is CRIU's descriptor of the container's mount namespace.
 const containerMounts = 4
