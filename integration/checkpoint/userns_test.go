@@ -3,8 +3,10 @@ package checkpoint
 import (
 	"fmt"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 
 	"google.golang.org/grpc/codes"
@@ -37,6 +39,17 @@ func userNamespace(t *testing.T, pid string) string {
 	return harness.Get(os.Readlink("/proc/" + pid + "/ns/user"))(t)
 }
 
+// descriptors returns the open files of a process with their kinds.
+func descriptors(t *testing.T, pid int) string {
+	t.Helper()
+	var files []string
+	for _, path := range harness.Get(filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid)))(t) {
+		kind, _, _ := strings.Cut(harness.Get(os.Readlink(path))(t), ":")
+		files = append(files, filepath.Base(path)+" "+kind)
+	}
+	return strings.Join(files, "\n")
+}
+
 // Containers of pods with a user namespace are restored inside of it. They have the rights and
 // mounts that they had, in the new pod's user namespace, and can be saved again.
 func TestRestoreInUserNamespace(t *testing.T) {
@@ -56,12 +69,13 @@ func TestRestoreInUserNamespace(t *testing.T) {
 			pod := d.RunPod(t, mapped(podUser))
 			c := pod.Run(t, harness.Script("(while sleep 0.02; do :; done) & "+counting), option, inPod(pod))
 			waitCounted(t, c, 1)
-			before, mounts := rights(t, c.Pid(t)), mountOptions(t, c)
+			before, mounts, files := rights(t, c.Pid(t)), mountOptions(t, c), descriptors(t, c.Pid(t))
 			for range 2 {
 				restored, list := revive(t, pod, c)
 				waitCounted(t, list[0], 1)
 				harness.Equal(t, "rights", rights(t, list[0].Pid(t)), before)
 				harness.Equal(t, "mounts", mountOptions(t, list[0]), mounts)
+				harness.Equal(t, "descriptors", descriptors(t, list[0].Pid(t)), files)
 				harness.Equal(t, "first process in its own /proc", list[0].Exec(t, "cat", "/proc/1/comm"), "sh")
 				if userNamespace(t, strconv.Itoa(list[0].Pid(t))) == userNamespace(t, "self") {
 					t.Error("the restored process is in the node's user namespace")
@@ -133,4 +147,62 @@ func TestHostileCRIU(t *testing.T) {
 	if want := fmt.Sprintf(" 0 %d 65536;", podUser); !strings.Contains(strings.Join(strings.Fields(report), " "), want) {
 		t.Errorf("it has not the users %q: %s", want, report)
 	}
+}
+
+// takenOver saves a container, and starts it with a program in place of CRIU that was taken over and
+// seems to restore it (testdata/taken.c). name is that of the program.
+func takenOver(t *testing.T, name string) (*harness.Container, error) {
+	t.Helper()
+	d := harness.StartDaemon(t, harness.WithUsernsCRIU(t))
+	pod := d.RunPod(t, mapped(podUser))
+	c := pod.Run(t, harness.Script(counting), inPod(pod))
+	waitCounted(t, c, 1)
+	s := save(t, pod, c)
+	pod.Remove(t)
+	d.Stop(t)
+	place := filepath.Join(t.TempDir(), name)
+	harness.Must(t, os.WriteFile(place, harness.Get(os.ReadFile(program(t, "taken")))(t), 0o755))
+	link := filepath.Join(t.TempDir(), "criu") // as /etc/alternatives, it is not in CRIU's mount namespace
+	harness.Must(t, os.Symlink(place, link))
+	use := func(program string) string { return fmt.Sprintf("checkpoint.criu = %q", program) }
+	d.SetConfig(t, use(os.Getenv("BERTH_TEST_CRIU")), use(link))
+	d.Start(t)
+	_, list := restorePod(t, d, s.identity(t))
+	return list[0], d.Cri.StartContainer(t.Context(), list[0].Id)
+}
+
+// processesNamed returns how many processes of the machine have a name.
+func processesNamed(t *testing.T, name string) (n int) {
+	t.Helper()
+	for _, file := range harness.Get(filepath.Glob("/proc/[0-9]*/comm"))(t) {
+		if comm, err := os.ReadFile(file); err == nil && string(comm) == name+"\n" { // otherwise it has ended
+			n++
+		}
+	}
+	return n
+}
+
+// A CRIU that was taken over can leave a process in the node's PID namespace. It ends with the
+// container's init.
+func TestHostileCRIULeavesNothing(t *testing.T) {
+	c, err := takenOver(t, "leaves")
+	harness.Must(t, err)
+	d := c.Pod.D
+	harness.Equal(t, "first processes", processesNamed(t, "taken-init"), 1)
+	harness.Equal(t, "processes beside them", processesNamed(t, "left-by-criu"), 1)
+	init := c.Pid(t)
+	d.Stop(t) // it would kill the process after it has noticed the exit
+	harness.Must(t, syscall.Kill(init, syscall.SIGKILL))
+	harness.EventuallyTrue(t, "the first process has ended", func() bool { return processesNamed(t, "taken-init") == 0 })
+	harness.Equal(t, "processes beside it after its end", processesNamed(t, "left-by-criu"), 0)
+	d.Start(t)
+	c.WaitExited(t)
+}
+
+// Steps of CRIU are due once. One that comes again, when libcontainer's init has ended, would be
+// done for a process that has got its PID.
+func TestHostileCRIURepeatsAStep(t *testing.T) {
+	_, err := takenOver(t, "repeats")
+	harness.WantCode(t, err, codes.Internal, `CRIU reports the step "post-setup-namespaces" again`)
+	harness.Equal(t, "processes left", processesNamed(t, "taken-init")+processesNamed(t, "left-by-criu"), 0)
 }

@@ -33,7 +33,7 @@ func (c *launch) newBackend() backend {
 	switch {
 	case c.Runtime != nil:
 		return &ociBackend{launch: c}
-	case c.Restore != nil && isMapped(c.Spec):
+	case c.restoresInside():
 		return &mappedRestore{restoreBackend: restoreBackend{libcontainerBackend: libcontainerBackend{launch: c}}}
 	case c.Restore != nil:
 		return &restoreBackend{libcontainerBackend: libcontainerBackend{launch: c}}
@@ -41,4 +41,10 @@ func (c *launch) newBackend() backend {
 		return &pauseBackend{launch: c}
 	}
 	return &libcontainerBackend{launch: c}
+}
+
+// restoresInside returns whether CRIU runs in the pod's user namespace. A CRIU that was taken over
+// can leave processes in the node's PID namespace.
+func (c *launch) restoresInside() bool {
+	return c.Runtime == nil && c.Restore != nil && isMapped(c.Spec)
 }

@@ -54,7 +54,7 @@ func (c *launch) prepareMonitor() error {
 		c.monitor.Stdin = c.monitor.Console
 	}
 	paths := c.group.Paths()
-	if !c.privatePIDs() {
+	if !c.privatePIDs() || c.restoresInside() {
 		c.monitor.KillDir = killDir(paths)
 	}
 	c.openOOM()

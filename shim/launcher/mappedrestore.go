@@ -43,6 +43,7 @@ type mappedRestore struct {
 	restoreBackend
 	holder   int // libcontainer's init
 	restored int // the restored init; 0: not known yet
+	steps    int // how many of restoreSteps CRIU has reported
 }
 
 func (b *mappedRestore) prepare() error {
@@ -242,8 +243,16 @@ func (b *mappedRestore) commandInNamespaces() ([]string, error) {
 		}
 		command = append(command, "--bounding-set", strings.Join(names, ","))
 	}
-	return append(command, "--", b.Restore.CRIU, "swrk", "3"), nil
+	program, err := b.program()
+	if err != nil {
+		return nil, err
+	}
+	return append(command, "--", program, "swrk", "3"), nil
 }
+
+// program returns the path of CRIU without symbolic links. A room has no links to it in other
+// directories than its own.
+func (b *mappedRestore) program() (string, error) { return filepath.EvalSymlinks(b.Restore.CRIU) }
 
 // containerMounts is CRIU's descriptor of the container's mount namespace.
 const containerMounts = 4
@@ -309,23 +318,45 @@ func (b *mappedRestore) converse(process *criu.Process, streams []*rpc.InheritFd
 	})
 }
 
-// answer does what is due at a step of CRIU. CRIU may have been taken over, so a step counts once,
-// and the process that it names must be this process's child in the pod's user namespace.
+// restoreSteps are the steps of CRIU at which something is due, in their order.
+var restoreSteps = []string{"setup-namespaces", "post-setup-namespaces", "pre-resume"}
+
+// answer does what is due at a step of CRIU. CRIU may have been taken over, so the process that it
+// names must be this process's child in the pod's user namespace.
 func (b *mappedRestore) answer(notify *rpc.CriuNotify) error {
-	switch script := notify.GetScript(); {
-	case script == "setup-namespaces" && b.restored == 0:
+	due, err := b.takeStep(notify.GetScript())
+	if err != nil || !due {
+		return err
+	}
+	switch b.steps {
+	case 1:
 		pid := int(notify.GetPid())
 		if err := b.checkRestored(pid); err != nil {
 			return err
 		}
 		b.restored = pid
 		return nil
-	case script == "post-setup-namespaces" && b.restored != 0:
+	case 2:
 		return b.replaceProc(b.restored)
-	case script == "pre-resume" && b.restored != 0 && b.gate.called.CompareAndSwap(false, true):
-		return b.admitMapped(b.restored)
 	}
-	return nil
+	b.gate.called.Store(true)
+	return b.admitMapped(b.restored)
+}
+
+// takeStep reports whether something is due at a step. It refuses a repeated or missing step: after
+// the last one libcontainer's init has ended, and its PID may be that of any process of the node.
+func (b *mappedRestore) takeStep(script string) (due bool, err error) {
+	at := slices.Index(restoreSteps, script)
+	switch {
+	case at < 0:
+		return false, nil
+	case at < b.steps:
+		return false, fmt.Errorf("CRIU reports the step %q again", script)
+	case at > b.steps:
+		return false, fmt.Errorf("CRIU reports the step %q before %q", script, restoreSteps[b.steps])
+	}
+	b.steps++
+	return true, nil
 }
 
 // checkRestored refuses a process that is not process 1 of a PID namespace in the pod's user

@@ -64,7 +64,7 @@ func (b *mappedRestore) enterRoom() (work *os.File, err error) {
 
 // furnishPrograms shows the programs of the node, and a null device.
 func (b *mappedRestore) furnishPrograms(room string) error {
-	program, err := filepath.EvalSymlinks(b.Restore.CRIU)
+	program, err := b.program()
 	if err != nil {
 		return err
 	}

@@ -16,6 +16,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+	"unicode"
 
 	"github.com/opencontainers/runc/libcontainer"
 	"github.com/sirupsen/logrus"
@@ -216,7 +217,11 @@ func criuCause(dir string) string {
 // criuLog is the name of CRIU's log of a restore.
 const criuLog = "restore.log"
 
-// firstError returns the first error in a log of CRIU as a suffix of an error, or "".
+// maxCause limits the part of CRIU's log that goes into an error, in bytes.
+const maxCause = 1 << 10
+
+// firstError returns the first error in a log of CRIU as a suffix of an error, or "". The log has
+// texts of the container, and a CRIU that was taken over may write anything.
 func firstError(log io.Reader) string {
 	text, err := io.ReadAll(io.LimitReader(log, maxCRIULog))
 	if err != nil {
@@ -225,10 +230,24 @@ func firstError(log io.Reader) string {
 	for line := range strings.Lines(string(text)) {
 		_, cause, found := strings.Cut(line, "Error (")
 		if found && !strings.Contains(cause, "RLIMIT_NOFILE") { // CRIU continues after that
-			return ": " + strings.TrimSpace("("+strings.ToValidUTF8(cause, "?"))
+			return ": (" + printable(cause, maxCause)
 		}
 	}
 	return ""
+}
+
+// printable returns the printable characters of a text, at most limit bytes of them.
+func printable(text string, limit int) string {
+	text = strings.TrimSpace(strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return -1
+	}, strings.ToValidUTF8(text, "?")))
+	if len(text) > limit {
+		return strings.ToValidUTF8(text[:limit], "") + "…"
+	}
+	return text
 }
 
 // useCRIU makes libcontainer find the configured CRIU, which it looks up by name. undo reverts
