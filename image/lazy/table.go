@@ -15,10 +15,10 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/blobindex"
 	"berth/image/erofs"
 	"berth/image/layer"
 	"berth/image/lazy/fill"
-	blobindex "berth/image/lazy/index"
 	"berth/image/lazy/toc"
 	"berth/image/registry"
 	"berth/image/tree"

@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sync/semaphore"
 	"golang.org/x/sys/unix"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/internal/cleanup"
 	"berth/internal/lograte"
 	"berth/internal/task"
@@ -44,7 +44,7 @@ type Inflater interface {
 	// Span returns the out bytes of the tar that in has. in is the span's part of the blob, from
 	// p.In on, and is verified. Another length, or an error with the code DataLoss, means that the
 	// index is wrong.
-	Span(ctx context.Context, p index.Point, in []byte, out int64) ([]byte, error)
+	Span(ctx context.Context, p blobindex.Point, in []byte, out int64) ([]byte, error)
 	Close() error
 }
 
