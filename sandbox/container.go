@@ -47,7 +47,7 @@ func (m *Manager) CreateContainer(
 	}
 	identity := state.ContainerIdentity(p.ID, config.Metadata)
 	m.pool.Expect() // clients start a container right after its creation
-	defer m.tasks.BeginUpTo(task.Limit, "concurrent creation", identity)()
+	defer m.tasks.BeginUpTo(task.Timeout, "concurrent creation", identity)()
 	checking.End()
 	id, err := m.containerIDs.Create(ctx, identity, sum, maker{
 		Spawn:  m.tasks.Operations.Spawn,
@@ -78,10 +78,10 @@ type containerPlan struct {
 // createContainer creates a container. It runs in a separate goroutine and continues when the
 // caller leaves.
 func (m *Manager) createContainer(caller context.Context, p *pod, plan containerPlan, identity string) (string, error) {
-	defer m.tasks.BeginUpTo(task.Limit, "create", identity)()
+	defer m.tasks.BeginUpTo(task.Timeout, "create", identity)()
 	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)
 	defer release()
-	ctx, cancel := context.WithTimeout(ctx, task.Limit)
+	ctx, cancel := context.WithTimeout(ctx, task.Timeout)
 	defer cancel()
 	p.start.AddContainer(trace.Of(ctx), plan.config.GetMetadata().GetName(), plan.config.GetMetadata().GetAttempt())
 	var c *container
@@ -332,7 +332,7 @@ func (m *Manager) RemoveContainer(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	return m.tasks.Detach(ctx, task.Limit, "remove", c.String(),
+	return m.tasks.Detach(ctx, task.Timeout, "remove", c.String(),
 		func(ctx context.Context) error { return m.removeContainer(ctx, c) })
 }
 
@@ -361,7 +361,7 @@ func (m *Manager) replaceContainer(ctx context.Context, id string) error {
 	if !known {
 		return nil
 	}
-	return m.tasks.Detach(ctx, task.Limit, "replace", c.String(), func(ctx context.Context) error {
+	return m.tasks.Detach(ctx, task.Timeout, "replace", c.String(), func(ctx context.Context) error {
 		return m.control.lockContainer(ctx, c, "replace", func(c lockedContainer) error {
 			switch c.Phase() {
 			case state.ContainerCreating, state.ContainerCreated, state.Removing, state.Removed:

@@ -73,7 +73,7 @@ type Stopper interface {
 // runtime.Dumper implements it and documents the methods.
 type Dumper interface {
 	Prepare(ctx context.Context, id string, dir *os.File) (runtime.Dump, error)
-	Freeze(ctx context.Context, id, cgroupsPath string, limit time.Duration) (runtime.Frozen, error)
+	Freeze(ctx context.Context, id, cgroupsPath string, timeout time.Duration) (runtime.Frozen, error)
 	SaveSandbox(ctx context.Context, pod *state.PodSpec, c *state.ContainerSpec, dir *os.File) error
 	Thaw(cgroupsPath string) error
 	EndLeft(cgroupsPath func(id string) string) error

@@ -148,7 +148,7 @@ func (z *lazyLayers) end() error {
 	}
 	z.life.Close()
 	z.life.Cancel()
-	return z.life.WaitFor(closeLimit)
+	return z.life.WaitFor(closeTimeout)
 }
 
 // Lazy returns an incomplete layer, or nil if the layer is complete or does not exist.

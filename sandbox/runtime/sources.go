@@ -35,7 +35,7 @@ func (s *Sources) exclusive(ctx context.Context, what, source string, op func() 
 	if err != nil {
 		return err
 	}
-	return s.tasks.DetachStep(ctx, task.Limit, what, source, func() error { // starts nothing only after the daemon's shutdown
+	return s.tasks.DetachStep(ctx, task.Timeout, what, source, func() error { // starts nothing only after the daemon's shutdown
 		defer end()
 		defer s.tasks.Begin("answer", "volume "+source)()
 		return op()
@@ -92,7 +92,7 @@ func (k Launcher) detached(ctx context.Context, c *state.Container, what string,
 	if err := k.awaitVolumes(ctx, c); err != nil {
 		return err
 	}
-	return k.Tasks.DetachStep(ctx, task.Limit, what, c.String(), op)
+	return k.Tasks.DetachStep(ctx, task.Timeout, what, c.String(), op)
 }
 
 // awaitVolumes returns when each volume of the container has answered, or with ctx's error.

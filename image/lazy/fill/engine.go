@@ -88,8 +88,8 @@ const (
 	syncBytes = 64 << 20
 	// maxBackground is how many requests fill layers in the background at a time.
 	maxBackground = 4
-	// closeLimit limits the wait for each layer in Close.
-	closeLimit = 5 * time.Second
+	// closeTimeout limits the wait for each layer in Close.
+	closeTimeout = 5 * time.Second
 )
 
 func (c *Config) setDefaults() {
@@ -254,7 +254,7 @@ func (e *Engine) Stats() Stats {
 func (e *Engine) Close() error {
 	e.life.Close()
 	e.life.Cancel()
-	err := e.life.WaitFor(closeLimit)
+	err := e.life.WaitFor(closeTimeout)
 	for _, l := range e.layers {
 		err = errors.Join(err, l.end())
 	}

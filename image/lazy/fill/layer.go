@@ -524,11 +524,11 @@ func (l *Layer) detachAll() (list []*waiter) {
 func (l *Layer) end() error {
 	l.life.Close()
 	l.life.Cancel()
-	err := l.life.WaitFor(closeLimit)
+	err := l.life.WaitFor(closeTimeout)
 	if err != nil {
 		return fmt.Errorf("lazy layer %s: %w", l.name, err) // its files are in use
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), closeLimit)
+	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
 	defer cancel()
 	if !l.Complete() && l.Err() == nil {
 		err = l.sync(ctx)
