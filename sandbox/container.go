@@ -234,9 +234,11 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer, 
 	if c.Anonymous, err = m.launcher.MakeVolumes(inspectCtx, snapshot, root); err != nil {
 		return orStopped(inspectCtx, p, err)
 	}
-	fill := func(spec *specs.Spec) error { return nil }
+	fill := func(*specs.Spec) error { return nil }
 	if from != nil {
-		fill = func(spec *specs.Spec) error { return m.restorer.fillContainer(inspectCtx, c, from, root, spec) }
+		fill = func(runtimeSpec *specs.Spec) error {
+			return m.restorer.fillContainer(inspectCtx, c, from, root, runtimeSpec)
+		}
 	}
 	others, err := m.describeContainer(ctx, inspectCtx, p, c, fill)
 	if err != nil {
@@ -265,28 +267,28 @@ func (m *Manager) describeContainer(
 ) (others []nri.Update, err error) {
 	target := m.objects.targetPIDNS(c.container)
 	// Plugins do not see a container that cannot be launched.
-	spec, err := m.launcher.Validate(inspectCtx, p.Info(), c.snapshot(), target)
+	runtimeSpec, err := m.launcher.Validate(inspectCtx, p.Info(), c.snapshot(), target)
 	if err != nil {
 		return nil, err
 	}
-	c.planned = spec
-	release, others, err := m.plugins.PresentContainer(ctx, p, c, spec)
+	c.planned = runtimeSpec
+	release, others, err := m.plugins.PresentContainer(ctx, p, c, runtimeSpec)
 	defer release()
 	if err != nil {
 		return nil, err
 	}
 	if c.planned == nil { // plugins have changed the container
-		if spec, err = m.launcher.Spec(inspectCtx, p.Info(), c.snapshot(), target); err != nil {
+		if runtimeSpec, err = m.launcher.RuntimeSpec(inspectCtx, p.Info(), c.snapshot(), target); err != nil {
 			return nil, err
 		}
 	}
-	if c.planned = spec; c.joinsTarget() {
+	if c.planned = runtimeSpec; c.joinsTarget() {
 		c.planned = nil
 	}
-	if err := fill(spec); err != nil {
+	if err := fill(runtimeSpec); err != nil {
 		return nil, err
 	}
-	c.Process, c.Described = spec.Process, runtime.ForPlugins(spec)
+	c.Process, c.Described = runtimeSpec.Process, runtime.ForPlugins(runtimeSpec)
 	if err := c.Move(state.ContainerCreated); err != nil {
 		return nil, err
 	}

@@ -274,9 +274,9 @@ func (k *restorer) createRestored(ctx context.Context, p *pod, plan containerPla
 
 // fillContainer compares a container with its checkpoint and fills its writable layer.
 func (k *restorer) fillContainer(
-	ctx context.Context, c lockedContainer, a *archive.Archive, root rootfs.Spec, spec *specs.Spec,
+	ctx context.Context, c lockedContainer, a *archive.Archive, root rootfs.Spec, runtimeSpec *specs.Spec,
 ) error {
-	if err := k.restores.Compare(ctx, a, c.snapshot(), spec); err != nil {
+	if err := k.restores.Compare(ctx, a, c.snapshot(), runtimeSpec); err != nil {
 		return err
 	}
 	if err := k.fillLayer(ctx, c, root); err != nil {

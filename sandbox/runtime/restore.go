@@ -75,13 +75,13 @@ func (k Restores) Import(ctx context.Context, path, podID string) (*archive.Arch
 
 // Compare returns FailedPrecondition with the difference if the checkpoint of a container is not
 // that of a container with this image and spec.
-func (k Restores) Compare(ctx context.Context, a *archive.Archive, c *state.Container, spec *specs.Spec) error {
+func (k Restores) Compare(ctx context.Context, a *archive.Archive, c *state.Container, runtimeSpec *specs.Spec) error {
 	return process.Compare(a, process.Request{
 		Dir:     k.Dirs.CheckpointOf(c.PodID, c.Restore),
 		Entry:   c.Restore.Name,
 		Name:    c.Config.GetMetadata().GetName(),
 		ImageID: c.Image.ID,
-		Spec:    spec,
+		Spec:    runtimeSpec,
 	})
 }
 

@@ -121,7 +121,7 @@ func (k Launcher) launchSpec(
 	ctx context.Context, pod *state.Pod, c *state.Container, planned *specs.Spec, targetPIDNS func() (string, error),
 ) (*specs.Spec, error) {
 	if planned == nil {
-		return k.Spec(ctx, pod, c, targetPIDNS)
+		return k.RuntimeSpec(ctx, pod, c, targetPIDNS)
 	}
 	k.AppArmor.Ensure(ctx)
 	return planned, k.awaitVolumes(ctx, c)
