@@ -54,8 +54,8 @@ const (
 	statusTimeout = 10 * time.Second
 	// maxViewAge is how old a view may be before Status triggers a reload.
 	maxViewAge = time.Second
-	// refreshPatience bounds the wait of Status for a reload and the plugins' answers.
-	refreshPatience = time.Second
+	// refreshTimeout bounds the wait of Status for a reload and the plugins' answers.
+	refreshTimeout = time.Second
 	// wholeGate is the gate's weight for GC. It exceeds any number of operations.
 	wholeGate = math.MaxInt64
 )
@@ -200,11 +200,11 @@ func (n *Network) pluginsChanged(v *view) bool {
 func (n *Network) awaitRefresh(ctx context.Context) {
 	round := *n.round.Load()
 	n.askRefresh()
-	patience := time.NewTimer(refreshPatience)
-	defer patience.Stop()
+	timer := time.NewTimer(refreshTimeout)
+	defer timer.Stop()
 	select {
 	case <-round:
-	case <-patience.C:
+	case <-timer.C:
 	case <-ctx.Done():
 	}
 }

@@ -35,10 +35,10 @@ const (
 	runPrefix = "berth-cni-" // prefix of cgroups and notes
 	overMark  = ".over"      // suffix of notes of runs whose plugin exited without being killed
 
-	killLimit   = 5 * time.Second // wait for killed processes to exit
-	leftLimit   = 5 * time.Second // wait for plugins of an earlier daemon to exit
-	removeLimit = time.Second     // wait for the removal of an empty cgroup
-	removeOnce  = 16              // cgroups of earlier runs that one run tries to remove
+	killTimeout   = 5 * time.Second // wait for killed processes to exit
+	leftTimeout   = 5 * time.Second // wait for plugins of an earlier daemon to exit
+	removeTimeout = time.Second     // wait for the removal of an empty cgroup
+	removeOnce    = 16              // cgroups of earlier runs that one run tries to remove
 )
 
 // runs keeps the notes and cgroups of running plugins.
@@ -135,7 +135,7 @@ func (r *runs) end(this run, byItself bool) {
 		return
 	}
 	if !byItself {
-		if err := killAndRemove(this.group, time.Now().Add(killLimit)); err != nil {
+		if err := killAndRemove(this.group, time.Now().Add(killTimeout)); err != nil {
 			r.log.Error("kill the processes of a CNI plugin", "cgroup", this.group, "error", err)
 			return
 		}
@@ -203,8 +203,8 @@ func (r *runs) forget(this run) {
 
 // endAll waits for plugins of an earlier daemon and kills the remaining ones. If they continued
 // after this daemon's DEL, their changes would never be undone. The error names cgroups whose
-// processes cannot be killed; the next daemon tries again. endAll takes at most leftLimit and
-// killLimit, and some milliseconds per run.
+// processes cannot be killed; the next daemon tries again. endAll takes at most leftTimeout and
+// killTimeout, and some milliseconds per run.
 func (r *runs) endAll(ctx context.Context) error {
 	if r.dir == "" {
 		return nil
@@ -219,7 +219,7 @@ func (r *runs) endAll(ctx context.Context) error {
 	if err := untilEnded(ctx, running); err != nil {
 		r.log.Warn("kill CNI plugins of an earlier daemon", "error", err)
 	}
-	deadline := time.Now().Add(killLimit)
+	deadline := time.Now().Add(killTimeout)
 	var failed error
 	for _, this := range running {
 		if this.group != "" {
@@ -276,10 +276,10 @@ func readRun(path string) run {
 	return this
 }
 
-// untilEnded waits until runs have no processes, for at most leftLimit. Runs noted by a version
+// untilEnded waits until runs have no processes, for at most leftTimeout. Runs noted by a version
 // without cgroups count as busy for all of that time.
 func untilEnded(ctx context.Context, running []run) error {
-	ctx, cancel := context.WithTimeout(ctx, leftLimit)
+	ctx, cancel := context.WithTimeout(ctx, leftTimeout)
 	defer cancel()
 	for delay := time.Millisecond; ; delay = min(2*delay, 100*time.Millisecond) {
 		var left []string
@@ -314,7 +314,7 @@ func killAndRemove(group string, deadline time.Time) error {
 		return err
 	}
 	failpoint.Reach("cni.group-killed")
-	end := time.Now().Add(removeLimit)
+	end := time.Now().Add(removeTimeout)
 	for delay := time.Millisecond; ; delay = min(2*delay, 50*time.Millisecond) {
 		err := cgroup.RemoveChild(group)
 		if err == nil || !errors.Is(err, unix.EBUSY) || time.Now().After(end) {

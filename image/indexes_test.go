@@ -16,7 +16,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sys/unix"
 
-	blobindex "berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/pull"
 	"berth/image/registry/registrytest"
 	"berth/image/unpack/inflate"

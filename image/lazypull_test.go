@@ -23,9 +23,9 @@ import (
 
 	"berth/image"
 	"berth/image/archive"
+	"berth/image/blobindex"
 	"berth/image/lazy"
 	"berth/image/lazy/fill"
-	blobindex "berth/image/lazy/index"
 	"berth/image/lazy/toc/toctest"
 	"berth/image/peers"
 	"berth/image/pull"

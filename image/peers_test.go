@@ -51,7 +51,7 @@ func peerNodesOf(t *testing.T, count int, config func(i int) pull.Config,
 			layers = wrap(i, s)
 		}
 		cfg := peers.Config{
-			Listen: address, Advertise: address, Seeds: addresses, CA: ca.File, Layers: layers, Stall: time.Minute, CallTime: time.Minute,
+			Listen: address, Advertise: address, Seeds: addresses, CA: ca.File, Layers: layers, Stall: time.Minute, CallTimeout: time.Minute,
 			Waits: &task.Waits{}, Log: testutil.Logger(t),
 		}
 		cfg.Cert, cfg.Key = ca.Node()

@@ -217,7 +217,7 @@ func (s *Store) List() []*Image { return s.Snapshot().images }
 // NotFound; InvalidArgument if ref is empty or several IDs match.
 func (s *Store) Get(ref string) (*Image, error) { return s.find(ref) }
 
-// find finds an image as index.find does. Short names follow registries.conf.
+// find finds an image as Snapshot.find does. Short names follow registries.conf.
 func (s *Store) find(ref string) (*Image, error) {
 	x := s.Snapshot()
 	hex, isID := strings.CutPrefix(ref, "sha256:")
@@ -409,7 +409,7 @@ func (s *Store) sweepChains() (failed error) {
 	return failed
 }
 
-// lockWriter takes the lock for changes of records and the index. Readers never wait for it,
+// lockWriter takes the lock for changes of records and the snapshot. Readers never wait for it,
 // because its holder may be writing to disk.
 func (s *Store) lockWriter(ctx context.Context) (release func(), err error) {
 	defer s.cfg.Waits.Begin("image store lock", "image store")()

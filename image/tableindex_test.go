@@ -18,9 +18,9 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image"
+	"berth/image/blobindex"
 	"berth/image/layer"
 	"berth/image/lazy"
-	blobindex "berth/image/lazy/index"
 	"berth/image/lazy/toc/toctest"
 	"berth/image/registry/registrytest"
 	"berth/internal/errdefs"

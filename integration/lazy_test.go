@@ -19,7 +19,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint/record"
-	blobindex "berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/internal/testutil"

@@ -25,9 +25,9 @@ import (
 	"berth/sandbox/stream"
 )
 
-// checkpointTime limits a checkpoint without a timeout of the client. kubelet's own deadline is two
-// minutes.
-const checkpointTime = 2 * time.Minute
+// checkpointTimeout limits a checkpoint without a timeout of the client. kubelet's own deadline is
+// two minutes.
+const checkpointTimeout = 2 * time.Minute
 
 // checkpoints saves running containers and pods.
 type checkpoints struct {
@@ -50,7 +50,7 @@ type checkpoints struct {
 
 // CheckpointContainer writes an archive of a running container to the file location (KEP-2008). The
 // container is frozen meanwhile and goes on afterwards, also after an error. The archive replaces
-// an existing file, and has the mode 0600. A zero timeout means checkpointTime. A stop of the
+// an existing file, and has the mode 0600. A zero timeout means checkpointTimeout. A stop of the
 // container cancels the checkpoint. Of two calls with the same location, the one that ends last
 // decides, even if its archive is the older one. After an error, location is as before, unless the
 // disk has failed to record the name of the complete archive.
@@ -150,10 +150,10 @@ func (k *checkpoints) checkpoint(ctx context.Context, timeout time.Duration, obj
 		return errdefs.Unavailable("the checkpoints of an earlier daemon are not undone yet; the log says why")
 	}
 	if timeout == 0 {
-		timeout = checkpointTime
+		timeout = checkpointTimeout
 	}
-	limit := min(timeout, math.MaxInt64-task.Limit) + task.Limit
-	return k.tasks.Detach(context.WithoutCancel(ctx), limit, "checkpoint", object, func(detached context.Context) error {
+	total := min(timeout, math.MaxInt64-task.Timeout) + task.Timeout
+	return k.tasks.Detach(context.WithoutCancel(ctx), total, "checkpoint", object, func(detached context.Context) error {
 		detached, cancel := context.WithTimeout(detached, timeout)
 		defer cancel()
 		detached, cancelCause := context.WithCancelCause(detached)

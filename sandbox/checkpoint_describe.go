@@ -87,7 +87,7 @@ func (j *checkpointJob) describeContainer(part *checkpointPart) (*archive.Contai
 // filesOf returns what other programs want to know about a container.
 func (j *checkpointJob) filesOf(ctx context.Context, part *checkpointPart) (archive.ContainerFiles, error) {
 	k := j.k
-	spec, err := k.launcher.Spec(ctx, j.pod.Info(), part.snapshot(), k.objects.targetPIDNS(part.container))
+	runtimeSpec, err := k.launcher.RuntimeSpec(ctx, j.pod.Info(), part.snapshot(), k.objects.targetPIDNS(part.container))
 	if err != nil {
 		return archive.ContainerFiles{}, fmt.Errorf("describe container %s: %w", part.ID, err)
 	}
@@ -98,7 +98,7 @@ func (j *checkpointJob) filesOf(ctx context.Context, part *checkpointPart) (arch
 		Labels: part.Config.GetLabels(), Annotations: part.Config.GetAnnotations(), LogPath: part.LogPath,
 	})
 	files := archive.ContainerFiles{
-		Spec: spec, Labels: part.Config.GetLabels(), Annotations: part.Config.GetAnnotations(),
+		Spec: runtimeSpec, Labels: part.Config.GetLabels(), Annotations: part.Config.GetAnnotations(),
 		CreatedAt: part.CreatedAt, Status: status,
 	}
 	if ips := j.pod.Info().IPs; len(ips) > 0 {

@@ -23,8 +23,8 @@ import (
 )
 
 const (
-	// execPatience is how long execs in the containers may take to end (KEP-5823).
-	execPatience = time.Second
+	// execTimeout is how long execs in the containers may take to end (KEP-5823).
+	execTimeout = time.Second
 	// freezeSlack is how much longer than the checkpoint's deadline a monitor keeps its container
 	// frozen. berth thaws it at the deadline; this is the limit if berth hangs.
 	freezeSlack = 5 * time.Second
@@ -123,7 +123,7 @@ func (j *checkpointJob) holdExecs(ctx context.Context, containers []lockedContai
 	group, ctx := errgroup.WithContext(ctx)
 	for _, c := range containers {
 		group.Go(func() error {
-			end, err := j.k.streams.Hold(ctx, c.ID, execPatience)
+			end, err := j.k.streams.Hold(ctx, c.ID, execTimeout)
 			if err != nil {
 				return fmt.Errorf("container %s: %w", c.ID, err)
 			}
@@ -239,13 +239,13 @@ func (j *checkpointJob) openPart(part *checkpointPart) (err error) {
 
 // freeze freezes all containers. It returns when all are frozen, or after the first error.
 func (j *checkpointJob) freeze(ctx context.Context) error {
-	limit := freezeSlack
+	timeout := freezeSlack
 	if deadline, ok := ctx.Deadline(); ok {
-		limit += max(time.Until(deadline), 0)
+		timeout += max(time.Until(deadline), 0)
 	}
 	return j.each(ctx, func(ctx context.Context, part *checkpointPart) (err error) {
 		failpoint.Reach("checkpoint.freeze")
-		part.frozen, err = j.k.dumper.Freeze(ctx, part.ID, part.CgroupsPath, limit)
+		part.frozen, err = j.k.dumper.Freeze(ctx, part.ID, part.CgroupsPath, timeout)
 		failpoint.Reach("checkpoint.frozen")
 		return err
 	})

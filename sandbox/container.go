@@ -47,7 +47,7 @@ func (m *Manager) CreateContainer(
 	}
 	identity := state.ContainerIdentity(p.ID, config.Metadata)
 	m.pool.Expect() // clients start a container right after its creation
-	defer m.tasks.BeginUpTo(task.Limit, "concurrent creation", identity)()
+	defer m.tasks.BeginUpTo(task.Timeout, "concurrent creation", identity)()
 	checking.End()
 	id, err := m.containerIDs.Create(ctx, identity, sum, maker{
 		Spawn:  m.tasks.Operations.Spawn,
@@ -78,10 +78,10 @@ type containerPlan struct {
 // createContainer creates a container. It runs in a separate goroutine and continues when the
 // caller leaves.
 func (m *Manager) createContainer(caller context.Context, p *pod, plan containerPlan, identity string) (string, error) {
-	defer m.tasks.BeginUpTo(task.Limit, "create", identity)()
+	defer m.tasks.BeginUpTo(task.Timeout, "create", identity)()
 	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)
 	defer release()
-	ctx, cancel := context.WithTimeout(ctx, task.Limit)
+	ctx, cancel := context.WithTimeout(ctx, task.Timeout)
 	defer cancel()
 	p.start.AddContainer(trace.Of(ctx), plan.config.GetMetadata().GetName(), plan.config.GetMetadata().GetAttempt())
 	var c *container
@@ -234,9 +234,11 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer, 
 	if c.Anonymous, err = m.launcher.MakeVolumes(inspectCtx, snapshot, root); err != nil {
 		return orStopped(inspectCtx, p, err)
 	}
-	fill := func(spec *specs.Spec) error { return nil }
+	fill := func(*specs.Spec) error { return nil }
 	if from != nil {
-		fill = func(spec *specs.Spec) error { return m.restorer.fillContainer(inspectCtx, c, from, root, spec) }
+		fill = func(runtimeSpec *specs.Spec) error {
+			return m.restorer.fillContainer(inspectCtx, c, from, root, runtimeSpec)
+		}
 	}
 	others, err := m.describeContainer(ctx, inspectCtx, p, c, fill)
 	if err != nil {
@@ -265,28 +267,28 @@ func (m *Manager) describeContainer(
 ) (others []nri.Update, err error) {
 	target := m.objects.targetPIDNS(c.container)
 	// Plugins do not see a container that cannot be launched.
-	spec, err := m.launcher.Validate(inspectCtx, p.Info(), c.snapshot(), target)
+	runtimeSpec, err := m.launcher.Validate(inspectCtx, p.Info(), c.snapshot(), target)
 	if err != nil {
 		return nil, err
 	}
-	c.planned = spec
-	release, others, err := m.plugins.PresentContainer(ctx, p, c, spec)
+	c.planned = runtimeSpec
+	release, others, err := m.plugins.PresentContainer(ctx, p, c, runtimeSpec)
 	defer release()
 	if err != nil {
 		return nil, err
 	}
 	if c.planned == nil { // plugins have changed the container
-		if spec, err = m.launcher.Spec(inspectCtx, p.Info(), c.snapshot(), target); err != nil {
+		if runtimeSpec, err = m.launcher.RuntimeSpec(inspectCtx, p.Info(), c.snapshot(), target); err != nil {
 			return nil, err
 		}
 	}
-	if c.planned = spec; c.joinsTarget() {
+	if c.planned = runtimeSpec; c.joinsTarget() {
 		c.planned = nil
 	}
-	if err := fill(spec); err != nil {
+	if err := fill(runtimeSpec); err != nil {
 		return nil, err
 	}
-	c.Process, c.Described = spec.Process, runtime.ForPlugins(spec)
+	c.Process, c.Described = runtimeSpec.Process, runtime.ForPlugins(runtimeSpec)
 	if err := c.Move(state.ContainerCreated); err != nil {
 		return nil, err
 	}
@@ -332,7 +334,7 @@ func (m *Manager) RemoveContainer(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	return m.tasks.Detach(ctx, task.Limit, "remove", c.String(),
+	return m.tasks.Detach(ctx, task.Timeout, "remove", c.String(),
 		func(ctx context.Context) error { return m.removeContainer(ctx, c) })
 }
 
@@ -361,7 +363,7 @@ func (m *Manager) replaceContainer(ctx context.Context, id string) error {
 	if !known {
 		return nil
 	}
-	return m.tasks.Detach(ctx, task.Limit, "replace", c.String(), func(ctx context.Context) error {
+	return m.tasks.Detach(ctx, task.Timeout, "replace", c.String(), func(ctx context.Context) error {
 		return m.control.lockContainer(ctx, c, "replace", func(c lockedContainer) error {
 			switch c.Phase() {
 			case state.ContainerCreating, state.ContainerCreated, state.Removing, state.Removed:

@@ -31,7 +31,7 @@ func (m *Manager) StartContainer(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	return m.tasks.Detach(ctx, task.Limit, "start", c.String(), func(ctx context.Context) error {
+	return m.tasks.Detach(ctx, task.Timeout, "start", c.String(), func(ctx context.Context) error {
 		return m.control.lockContainer(ctx, c, "start", func(c lockedContainer) error { return m.startContainer(ctx, c) })
 	})
 }
@@ -205,7 +205,7 @@ func notReady(p *pod) error {
 // itself did not fail. If that fails, the next daemon repeats it, because the record has the phase
 // Starting.
 func (m *Manager) startInterrupted(ctx context.Context, c lockedContainer, cause error) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), runtime.KillWait)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), runtime.KillTimeout)
 	defer cancel()
 	if err := m.revertStart(ctx, c); err != nil {
 		m.log.Error("revert the start of a container; the next daemon will retry", "container", c.ID, "error", err)
@@ -361,7 +361,7 @@ func (m *Manager) exited(c lockedContainer, exit state.Exit) {
 // cleanExited removes the runtime state of an exited container. A failed removal, without free file
 // descriptors for example, is retried in the background.
 func (m *Manager) cleanExited(c lockedContainer) {
-	ctx, cancel := context.WithTimeout(context.Background(), runtime.KillWait)
+	ctx, cancel := context.WithTimeout(context.Background(), runtime.KillTimeout)
 	defer cancel()
 	err := m.processes.Remove(ctx, c.ID, c.CgroupsPath)
 	if err == nil {
@@ -387,7 +387,7 @@ func (m *Manager) UpdateContainerResources(ctx context.Context, id string,
 	if err != nil {
 		return err
 	}
-	return m.tasks.Detach(ctx, task.Limit, "update", c.String(), func(ctx context.Context) error {
+	return m.tasks.Detach(ctx, task.Timeout, "update", c.String(), func(ctx context.Context) error {
 		return m.control.lockContainer(ctx, c, "update", func(c lockedContainer) error {
 			return m.updateResources(ctx, c, res)
 		})

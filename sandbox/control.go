@@ -66,11 +66,11 @@ func (k *control) StopContainer(ctx context.Context, id string, timeout time.Dur
 	if err != nil {
 		return err
 	}
-	limit := task.Limit
-	if timeout < math.MaxInt64-limit {
-		limit += timeout
+	total := task.Timeout
+	if timeout < math.MaxInt64-total {
+		total += timeout
 	}
-	return k.tasks.Detach(ctx, limit, "stop", c.String(), func(ctx context.Context) error {
+	return k.tasks.Detach(ctx, total, "stop", c.String(), func(ctx context.Context) error {
 		return k.stopContainer(ctx, c, timeout)
 	})
 }
@@ -87,7 +87,7 @@ func (k *control) stopContainer(ctx context.Context, c *container, timeout time.
 func (k *control) endContainer(ctx context.Context, c *container, timeout time.Duration) error {
 	var run *running
 	defer c.dumping.Stop()()
-	overdue := time.AfterFunc(min(timeout, math.MaxInt64-runtime.KillWait)+runtime.KillWait, c.launching.Cancel)
+	overdue := time.AfterFunc(min(timeout, math.MaxInt64-runtime.KillTimeout)+runtime.KillTimeout, c.launching.Cancel)
 	err := k.lockContainer(ctx, c, "stop", func(c lockedContainer) error { run = c.running.Load(); return nil })
 	overdue.Stop()
 	if err != nil || run == nil {

@@ -182,7 +182,7 @@ func (f *fakeHost) Validate(context.Context, *state.Pod, *state.Container, func(
 	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{Resources: &specs.LinuxResources{}}}, f.call("validate")
 }
 
-func (f *fakeHost) Spec(context.Context, *state.Pod, *state.Container, func() (string, error)) (*specs.Spec, error) {
+func (f *fakeHost) RuntimeSpec(context.Context, *state.Pod, *state.Container, func() (string, error)) (*specs.Spec, error) {
 	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{Resources: &specs.LinuxResources{}}}, f.call("spec")
 }
 

@@ -38,7 +38,8 @@ type Starter interface {
 	MakeVolumes(ctx context.Context, c *state.Container, root rootfs.Spec) ([]oci.AnonymousVolume, error)
 	Validate(ctx context.Context, pod *state.Pod, c *state.Container,
 		targetPIDNS func() (string, error)) (*specs.Spec, error)
-	Spec(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error)) (*specs.Spec, error)
+	RuntimeSpec(ctx context.Context, pod *state.Pod, c *state.Container,
+		targetPIDNS func() (string, error)) (*specs.Spec, error)
 	Start(ctx context.Context, pod *state.Pod, c *state.Container, planned *specs.Spec,
 		targetPIDNS func() (string, error)) (*proto.Started, error)
 	Describe(ctx context.Context, pod *state.Pod, c *state.Container,
@@ -73,7 +74,7 @@ type Stopper interface {
 // runtime.Dumper implements it and documents the methods.
 type Dumper interface {
 	Prepare(ctx context.Context, id string, dir *os.File) (runtime.Dump, error)
-	Freeze(ctx context.Context, id, cgroupsPath string, limit time.Duration) (runtime.Frozen, error)
+	Freeze(ctx context.Context, id, cgroupsPath string, timeout time.Duration) (runtime.Frozen, error)
 	SaveSandbox(ctx context.Context, pod *state.PodSpec, c *state.ContainerSpec, dir *os.File) error
 	Thaw(cgroupsPath string) error
 	EndLeft(cgroupsPath func(id string) string) error
@@ -131,7 +132,7 @@ type Environment interface {
 // and documents the methods.
 type Restores interface {
 	Import(ctx context.Context, path, podID string) (*archive.Archive, error)
-	Compare(ctx context.Context, a *archive.Archive, c *state.Container, spec *specs.Spec) error
+	Compare(ctx context.Context, a *archive.Archive, c *state.Container, runtimeSpec *specs.Spec) error
 	FillLayer(ctx context.Context, c *state.Container, root rootfs.Spec) error
 	FillShm(ctx context.Context, podID, name string) error
 }

@@ -87,15 +87,15 @@ func (m *Manager) KillOnLayer(layer digest.Digest, reason string) {
 	}
 }
 
-// noteLimit limits the wait for a container's lock before it is killed without a reason.
-const noteLimit = 2 * time.Second
+// noteTimeout limits the wait for a container's lock before it is killed without a reason.
+const noteTimeout = 2 * time.Second
 
 // killWrong kills a container in the background if it runs or starts. Its exit has the reason,
 // unless another operation has the container's lock for long. A created container cannot start any
 // more: its user comes from the wrong files.
 func (m *Manager) killWrong(c *container, reason string) {
 	m.tasks.RetryInBackground("kill", c.String(), func(ctx context.Context) error {
-		noting, cancel := context.WithTimeout(ctx, noteLimit)
+		noting, cancel := context.WithTimeout(ctx, noteTimeout)
 		defer cancel()
 		runs, over := true, false
 		err := m.control.lockContainer(noting, c, "note the kill of", func(c lockedContainer) error {

@@ -143,7 +143,7 @@ func TestStartOnWrongLayer(t *testing.T) {
 // A container that is being started when its layer turns out to be wrong is killed after the start,
 // however long that takes.
 func TestStartingContainerWithWrongFilesIsKilled(t *testing.T) {
-	for _, takes := range []time.Duration{0, noteLimit / 2, 10 * noteLimit} {
+	for _, takes := range []time.Duration{0, noteTimeout / 2, 10 * noteTimeout} {
 		withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 			f.layers = []digest.Digest{testLayer}
 			id := createContainer(t, m, runPod(t, m))

@@ -102,7 +102,7 @@ func TestUndoOfRunPodSandboxIsRetried(t *testing.T) {
 // unreleased, and after some attempts it has only its record.
 func TestUndoOfHangingPlugin(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
-		f.detachTime = task.Limit + time.Second
+		f.detachTime = task.Timeout + time.Second
 		f.failing("record pod ready", 1)
 		f.failing("detach", 1000)
 		_, err := m.RunPodSandbox(t.Context(), podConfig(), "")
@@ -110,10 +110,10 @@ func TestUndoOfHangingPlugin(t *testing.T) {
 		if m.Unreleased() != 1 {
 			t.Errorf("%d pods are unreleased", m.Unreleased())
 		}
-		time.Sleep(2 * strippedAfter * task.Limit)
+		time.Sleep(2 * strippedAfter * task.Timeout)
 		wantCalled(t, f, true, "remove netns", "remove files")
 		f.failing("detach", 0)
-		time.Sleep(2 * task.Limit)
+		time.Sleep(2 * task.Timeout)
 		synctest.Wait()
 		if len(f.podRecords()) > 0 || m.Unreleased() != 0 {
 			t.Errorf("left: %v", f.podRecords())

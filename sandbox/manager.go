@@ -102,8 +102,8 @@ type Manager struct {
 	disks        writableWatch // of root and state
 }
 
-// closeLimit bounds Close after Open failed, when no operation runs.
-const closeLimit = 5 * time.Second
+// closeTimeout bounds Close after Open failed, when no operation runs.
+const closeTimeout = 5 * time.Second
 
 // Open prepares the state directories, loads all records, adopts running containers, and continues
 // the unfinished operations of an earlier daemon. The daemon holds the locks of root and state.
@@ -120,7 +120,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	}
 	parts.appArmor.Ensure(ctx)
 	if err := m.start(ctx); err != nil {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), closeLimit)
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), closeTimeout)
 		defer cancel()
 		return nil, errors.Join(err, m.Close(ctx))
 	}

@@ -13,8 +13,8 @@ import (
 // for pods.
 const evictionGrace = 30 * time.Second
 
-// updateLimit limits how long a plugin's update waits for the container's lock.
-const updateLimit = 10 * time.Second
+// updateTimeout limits how long a plugin's update waits for the container's lock.
+const updateTimeout = 10 * time.Second
 
 // Start accepts registrations and requests of plugins.
 func (s pluginCaller) Start(ctx context.Context) error {
@@ -30,7 +30,7 @@ func (r pluginRequests) Objects() ([]*nri.Pod, []*nri.Container) { return r.call
 // Update implements nri.Runtime. If the update has the container's lock when ctx ends, it completes
 // and the plugin gets its result.
 func (r pluginRequests) Update(ctx context.Context, u nri.Update) error {
-	return r.caller.Tasks.Detach(context.WithoutCancel(ctx), updateLimit, "update for a plugin",
+	return r.caller.Tasks.Detach(context.WithoutCancel(ctx), updateTimeout, "update for a plugin",
 		"container "+u.ContainerID,
 		func(operation context.Context) error {
 			turn, cancel := context.WithCancel(operation)
@@ -78,7 +78,7 @@ func (s pluginCaller) update(ctx context.Context, u nri.Update) error {
 	if u.Evict {
 		return s.evictLater(u.ContainerID, u.Reason)
 	}
-	ctx, cancel := context.WithTimeout(ctx, updateLimit)
+	ctx, cancel := context.WithTimeout(ctx, updateTimeout)
 	defer cancel()
 	return s.Target.Update(ctx, u)
 }

@@ -53,18 +53,18 @@ func (n nriCalls) NotifyPod(ctx context.Context, event nri.PodEvent, p lockedPod
 	})
 }
 
-// PresentContainer lets plugins adjust a container before it is published. spec is the runtime-spec
-// before the adjustments. others are the changes that plugins request of other containers (see
+// PresentContainer lets plugins adjust a container before it is published. runtimeSpec has none of
+// the adjustments. others are the changes that plugins request of other containers (see
 // pluginCaller).
 func (n nriCalls) PresentContainer(
-	ctx context.Context, p *pod, c lockedContainer, spec *specs.Spec,
+	ctx context.Context, p *pod, c lockedContainer, runtimeSpec *specs.Spec,
 ) (release func(), others []nri.Update, err error) {
 	ctx, span := trace.Nest(ctx, "plugins")
 	defer span.End()
 	var changes *pluginChanges
 	release, c.Presented, changes, err = n.caller.PresentContainer(ctx, func() (*nri.Pod, *nri.Container, error) {
 		described := pluginContainer(c.snapshot(), n.control.node.Host)
-		described.Spec = spec
+		described.RuntimeSpec = runtimeSpec
 		return pluginPod(p.info.Load()), described, nil
 	})
 	if err != nil || changes == nil {
@@ -129,7 +129,7 @@ func pluginContainer(c *state.Container, facts host.Facts) *nri.Container {
 	described := &nri.Container{ID: c.ID, PodID: c.PodID, ImageID: c.Image.ID, Config: c.Config, State: c.State(),
 		CreatedAt: c.CreatedAt, StartedAt: c.StartedAt, FinishedAt: exit.FinishedAt, ExitCode: exit.Code,
 		Reason: exit.Reason, Message: exit.Message, PID: c.PID, Resources: c.Resources, Adjustment: c.Adjustment}
-	described.Spec = &specs.Spec{Process: c.Process}
+	described.RuntimeSpec = &specs.Spec{Process: c.Process}
 	if c.Described == nil { // recorded by an earlier version, or not created
 		return described
 	}
@@ -139,7 +139,8 @@ func pluginContainer(c *state.Container, facts host.Facts) *nri.Container {
 		inForce.Devices = linux.Resources.Devices
 		linux.Resources = inForce
 	}
-	described.Spec.Mounts, described.Spec.Hooks, described.Spec.Linux = c.Described.Mounts, c.Described.Hooks, &linux
+	described.RuntimeSpec.Mounts, described.RuntimeSpec.Hooks = c.Described.Mounts, c.Described.Hooks
+	described.RuntimeSpec.Linux = &linux
 	return described
 }
 

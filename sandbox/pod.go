@@ -56,7 +56,7 @@ func (m *Manager) RunPodSandbox(
 		return "", err
 	}
 	identity := state.PodIdentity(config.Metadata)
-	defer m.tasks.BeginUpTo(task.Limit, "concurrent creation", identity)()
+	defer m.tasks.BeginUpTo(task.Timeout, "concurrent creation", identity)()
 	checking.End()
 	id, err := m.podIDs.Create(ctx, identity, sum, maker{
 		Spawn:  m.tasks.Operations.Spawn,
@@ -95,10 +95,10 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 // createPod creates a pod. It runs in a separate goroutine and continues when the caller leaves.
 func (m *Manager) createPod(caller context.Context, config *runtimeapi.PodSandboxConfig,
 	handler, identity string) (string, error) {
-	defer m.tasks.BeginUpTo(task.Limit, "run", identity)()
+	defer m.tasks.BeginUpTo(task.Timeout, "run", identity)()
 	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)
 	defer release()
-	ctx, cancel := context.WithTimeout(ctx, task.Limit)
+	ctx, cancel := context.WithTimeout(ctx, task.Timeout)
 	defer cancel()
 	var p *pod
 	plan := podPlan{id: state.NewID(), config: config, handler: handler}

@@ -23,7 +23,7 @@ func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	return m.tasks.Detach(ctx, task.Limit, "stop", p.String(), func(ctx context.Context) error {
+	return m.tasks.Detach(ctx, task.Timeout, "stop", p.String(), func(ctx context.Context) error {
 		return m.control.lockPod(ctx, p, "stop", func(p lockedPod) error { return m.stopPod(ctx, p) })
 	})
 }
@@ -104,15 +104,15 @@ func (m *Manager) detachNetwork(ctx context.Context, p lockedPod) error {
 
 // removePause kills the pause and removes everything that its launch created.
 func (m *Manager) removePause(ctx context.Context, p *pod) error {
-	ctx, cancel := context.WithTimeout(ctx, runtime.KillWait)
+	ctx, cancel := context.WithTimeout(ctx, runtime.KillTimeout)
 	defer cancel()
 	m.endPause(ctx, p)
 	return m.processes.Remove(ctx, p.ID, p.CgroupsPath)
 }
 
-// endPauseLimit bounds the wait for a killed pause, which takes a millisecond. A frozen pause takes
-// longer: only the kill of its cgroup thaws it, and that needs the remaining time.
-const endPauseLimit = time.Second
+// endPauseTimeout bounds the wait for a killed pause, which takes a millisecond. A frozen pause
+// takes longer: only the kill of its cgroup thaws it, and that needs the remaining time.
+const endPauseTimeout = time.Second
 
 // endPause kills the pause. The pause of a runtime program is left to the program.
 func (m *Manager) endPause(ctx context.Context, p *pod) {
@@ -120,7 +120,7 @@ func (m *Manager) endPause(ctx context.Context, p *pod) {
 	if pause == nil || p.Runtime != nil {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, endPauseLimit)
+	ctx, cancel := context.WithTimeout(ctx, endPauseTimeout)
 	defer cancel()
 	if err := m.processes.End(ctx, pause); err != nil {
 		m.log.Warn("kill the pause; its cgroup is killed next", "pod", p.ID, "error", err)
@@ -149,7 +149,7 @@ func (m *Manager) recordStopLater(p lockedPod, cause error) {
 // killContainers kills the pod's containers in parallel. It cancels launches without waiting for
 // them, because a launcher may hang.
 func (m *Manager) killContainers(ctx context.Context, p *pod) error {
-	ctx, cancel := context.WithTimeout(ctx, runtime.KillWait)
+	ctx, cancel := context.WithTimeout(ctx, runtime.KillTimeout)
 	defer cancel()
 	var kills []func() error
 	for _, c := range m.objects.containersOf(p.ID) {
@@ -169,7 +169,7 @@ func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	return m.tasks.Detach(ctx, task.Limit, "remove", p.String(), func(ctx context.Context) error {
+	return m.tasks.Detach(ctx, task.Timeout, "remove", p.String(), func(ctx context.Context) error {
 		return m.control.lockPod(ctx, p, "remove", func(p lockedPod) error { return m.endPod(ctx, p) })
 	})
 }
@@ -182,7 +182,7 @@ func (m *Manager) replacePod(ctx context.Context, id string) error {
 	if !known {
 		return nil
 	}
-	return m.tasks.Detach(ctx, task.Limit, "replace", p.String(), func(ctx context.Context) error {
+	return m.tasks.Detach(ctx, task.Timeout, "replace", p.String(), func(ctx context.Context) error {
 		return m.control.lockPod(ctx, p, "replace", func(p lockedPod) error {
 			if p.Phase() != state.Removing && len(m.objects.containersOf(id)) > 0 {
 				return fmt.Errorf("pod sandbox %s has containers: %w", id, errInUse)

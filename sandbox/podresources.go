@@ -26,7 +26,7 @@ func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string,
 	if err := state.CheckPodResources(overhead, resources, m.node.Host); err != nil {
 		return err
 	}
-	return m.tasks.Detach(ctx, task.Limit, "update", p.String(), func(ctx context.Context) error {
+	return m.tasks.Detach(ctx, task.Timeout, "update", p.String(), func(ctx context.Context) error {
 		return m.control.lockPod(ctx, p, "update", func(p lockedPod) error {
 			return m.updatePodResources(ctx, p, overhead, resources)
 		})

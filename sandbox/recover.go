@@ -107,7 +107,7 @@ func (r *recovery) emptyTrash() {
 }
 
 // findAtOnce bounds the parallel look-ups of shims. Most look-ups are immediate. One may take
-// runtime.HandoverLimit, and systemd gives a daemon five minutes to start.
+// runtime.HandoverTimeout, and systemd gives a daemon five minutes to start.
 const findAtOnce = 16
 
 func (r *recovery) loadPodCIDR() error {
@@ -335,7 +335,7 @@ func (r *recovery) publishLost(ctx context.Context, c lockedContainer, ids proto
 	if ids.StartedAt.IsZero() {
 		ids.StartedAt = c.StartedAt
 	}
-	ctx, cancel := context.WithTimeout(ctx, runtime.HandoverLimit)
+	ctx, cancel := context.WithTimeout(ctx, runtime.HandoverTimeout)
 	defer cancel()
 	exit, lost, err := r.m.processes.ReadExit(ctx, c.ID, ids.StartedAt)
 	if err != nil {

@@ -112,7 +112,7 @@ func (r *recovery) endLostPause(ctx context.Context, p lockedPod, pause **os.Fil
 	if *pause == nil {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, runtime.KillWait)
+	ctx, cancel := context.WithTimeout(ctx, runtime.KillTimeout)
 	defer cancel()
 	if err := r.m.processes.End(ctx, *pause); err != nil {
 		return fmt.Errorf("end the pause of pod %s: %w", p.ID, err)

@@ -48,7 +48,7 @@ func (k *restorer) RestorePod(
 		return "", nil, err
 	}
 	identity := state.PodIdentity(r.Config.Metadata)
-	defer k.m.tasks.BeginUpTo(task.Limit, "concurrent creation", identity)()
+	defer k.m.tasks.BeginUpTo(task.Timeout, "concurrent creation", identity)()
 	podID, err = k.m.podIDs.Create(ctx, identity, sum, maker{
 		Spawn:  k.m.tasks.Operations.Spawn,
 		Make:   func() (string, error) { return k.restorePod(ctx, r, identity) },
@@ -115,10 +115,10 @@ func (k *restorer) restorePermitted(byCRIU, mapped bool) error {
 // restorePod creates a pod and its containers from a checkpoint. It runs in a separate goroutine
 // and is undone if the caller leaves.
 func (k *restorer) restorePod(caller context.Context, r state.RestoreRequest, identity string) (_ string, err error) {
-	defer k.m.tasks.BeginUpTo(task.Limit, "restore", identity)()
+	defer k.m.tasks.BeginUpTo(task.Timeout, "restore", identity)()
 	ctx, release := trace.Carry(k.m.tasks.Operations.Context(), caller)
 	defer release()
-	ctx, cancel := context.WithTimeout(ctx, task.Limit)
+	ctx, cancel := context.WithTimeout(ctx, task.Timeout)
 	defer cancel()
 	defer context.AfterFunc(caller, cancel)()
 	undo := cleanup.New()
@@ -274,9 +274,9 @@ func (k *restorer) createRestored(ctx context.Context, p *pod, plan containerPla
 
 // fillContainer compares a container with its checkpoint and fills its writable layer.
 func (k *restorer) fillContainer(
-	ctx context.Context, c lockedContainer, a *archive.Archive, root rootfs.Spec, spec *specs.Spec,
+	ctx context.Context, c lockedContainer, a *archive.Archive, root rootfs.Spec, runtimeSpec *specs.Spec,
 ) error {
-	if err := k.restores.Compare(ctx, a, c.snapshot(), spec); err != nil {
+	if err := k.restores.Compare(ctx, a, c.snapshot(), runtimeSpec); err != nil {
 		return err
 	}
 	if err := k.fillLayer(ctx, c, root); err != nil {

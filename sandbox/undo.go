@@ -63,7 +63,7 @@ func (m *Manager) undoPod(ctx context.Context, p lockedPod) error {
 // stripPod removes everything from the node that the pod has, except what only CNI plugins can
 // release. It may be repeated. It has a deadline of its own: plugins may have used up the undo's.
 func (m *Manager) stripPod(ctx context.Context, p lockedPod) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), runtime.KillWait)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), runtime.KillTimeout)
 	defer cancel()
 	err := errors.Join(m.removeContainersOf(ctx, p.pod), m.removePause(ctx, p.pod), m.podenv.RemoveMounts(p.ID),
 		m.podenv.RemoveNetNS(p.NetNS))

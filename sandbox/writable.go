@@ -13,8 +13,8 @@ import (
 const (
 	// writablePeriod is the time between two probes.
 	writablePeriod = 10 * time.Second
-	// writablePatience is how long a disk may take to respond.
-	writablePatience = time.Minute
+	// writableTimeout is how long a disk may take to respond.
+	writableTimeout = time.Minute
 )
 
 // writableWatch checks whether directories are writable. It periodically changes their modification
@@ -58,7 +58,7 @@ func (w *writableWatch) Run(ctx context.Context, dirs ...string) {
 
 // Err returns the error of the last probe, which names the directory, or nil.
 func (w *writableWatch) Err() error {
-	if since := w.trying.Load(); since != nil && time.Since(*since) > writablePatience {
+	if since := w.trying.Load(); since != nil && time.Since(*since) > writableTimeout {
 		return fmt.Errorf("a filesystem has not responded for %v", time.Since(*since).Round(time.Second))
 	}
 	if err := w.failure.Load(); err != nil {

@@ -21,7 +21,7 @@ func TestWritableWatchReportsUnwritableDirectory(t *testing.T) {
 	if w.Try(dir); w.Err() != nil {
 		t.Errorf("after the failure: %v", w.Err())
 	}
-	long := time.Now().Add(-2 * writablePatience)
+	long := time.Now().Add(-2 * writableTimeout)
 	w.trying.Store(&long)
 	if w.Err() == nil {
 		t.Error("a hanging probe is not reported")

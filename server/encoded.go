@@ -73,8 +73,8 @@ func encodedList[Request any](list func(*runtimeService, *Request) (encoded, err
 	}
 }
 
-// itemsField is the field number of the items in the answers of ListContainers, ListPodSandbox and
-// their streaming forms.
+// itemsField is the field number of the items in the answers of ListContainers and ListPodSandbox,
+// also in batches.
 const itemsField = 1
 
 // encodedItems returns the encoded answer of a list. A repeated field is encoded as the
@@ -105,7 +105,7 @@ func encodedItem(item proto.Message) ([]byte, error) {
 	return part, nil
 }
 
-// sendItems sends encoded items of a streaming list, as sendBatches does with messages.
+// sendItems sends encoded items of a list in batches, as sendBatches does with messages.
 func sendItems(items encoded, stream grpc.ServerStream) error {
 	return inBatches(slices.Values(items), mem.Buffer.Len,
 		func(batch []mem.Buffer) error { return stream.SendMsg(encoded(batch)) })

@@ -121,7 +121,7 @@ func TestEventStreamsEndWithServer(t *testing.T) {
 	}
 }
 
-func TestStreamingListsAnswerAsLists(t *testing.T) {
+func TestListsInBatchesAnswerAsLists(t *testing.T) {
 	pods := &fakePods{}
 	images := &fakeImages{images: []*image.Image{{ID: idA, RepoTags: []string{"x"}}, {ID: idB, RepoTags: []string{"y"}}}}
 	h := start(t, testConfig, pods, images)

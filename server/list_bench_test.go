@@ -106,8 +106,8 @@ func streamContainers(tb testing.TB, h *harness, filter *runtimeapi.ContainerFil
 	}
 }
 
-// A streaming list has the same items as the list, with filters too.
-func TestStreamingListsEqualLists(t *testing.T) {
+// A list in batches has the same items as the list, with filters too.
+func TestListsInBatchesEqualLists(t *testing.T) {
 	const count = 3000 // their size exceeds batchBytes
 	pods := &fakePods{}
 	for i := range count {

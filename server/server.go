@@ -228,13 +228,13 @@ func (s *Server) stop() {
 
 // within runs f and reports whether it returned in time. It abandons a late f, because the process
 // is about to end.
-func within(limit time.Duration, f func()) bool {
+func within(timeout time.Duration, f func()) bool {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
 		f()
 	}()
-	timer := time.NewTimer(limit)
+	timer := time.NewTimer(timeout)
 	defer timer.Stop()
 	select {
 	case <-done:

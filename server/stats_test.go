@@ -174,7 +174,7 @@ func TestStatsErrors(t *testing.T) {
 
 // Lists and streams contain all running objects that match. An object that cannot be measured is
 // logged and left out.
-func TestStatsListsAndStreams(t *testing.T) {
+func TestStatsListsAndBatches(t *testing.T) {
 	app := map[string]string{"app": "x"}
 	stopped := exitedNow(runningContainer("c4", "p2", app))
 	pods := &fakePods{

@@ -98,8 +98,8 @@ func (d *Dump) receive(ctx context.Context) error {
 }
 
 const (
-	// dumpEndTime bounds the wait for a launcher that ends its CRIU.
-	dumpEndTime = 15 * time.Second
+	// dumpEndTimeout bounds the wait for a launcher that ends its CRIU.
+	dumpEndTimeout = 15 * time.Second
 	// criuGrace is how long a CRIU without its launcher may take to end after an abort, so that it
 	// is not killed while it changes a process of the container.
 	criuGrace = 5 * time.Second
@@ -110,7 +110,7 @@ const (
 func (d *Dump) Close() error {
 	failpoint.Reach("dump.close")
 	err := d.p.conn.Close()
-	ctx, cancel := context.WithTimeout(context.Background(), dumpEndTime)
+	ctx, cancel := context.WithTimeout(context.Background(), dumpEndTimeout)
 	defer cancel()
 	if pidfd.Wait(ctx, d.p.proc) != nil {
 		err = errors.Join(err, kill(d.p.proc))
@@ -124,8 +124,8 @@ func (d *Dump) Close() error {
 	return nil
 }
 
-// criuKillTime bounds the death of a killed CRIU.
-const criuKillTime = 10 * time.Second
+// criuKillTimeout bounds the death of a killed CRIU.
+const criuKillTimeout = 10 * time.Second
 
 // endCRIU aborts the dump in a cgroup of CRIU, kills what is left after criuGrace, and removes the
 // cgroup. A cgroup that does not exist is no error.
@@ -139,7 +139,7 @@ func endCRIU(dir string) error {
 		}
 	}
 	failpoint.Reach("dump.kill-criu")
-	err = cgroup.KillChild(dir, criuKillTime)
+	err = cgroup.KillChild(dir, criuKillTimeout)
 	failpoint.Reach("dump.criu-killed")
 	if err != nil {
 		return err

@@ -242,9 +242,9 @@ func (e *Exec) Close() error {
 	return e.closeFiles()
 }
 
-// removeExecTime bounds the wait for the processes of an exec without a launcher. Survivors end
+// removeExecTimeout bounds the wait for the processes of an exec without a launcher. Survivors end
 // with their container.
-const removeExecTime = 10 * time.Second
+const removeExecTimeout = 10 * time.Second
 
 // removeExec kills the processes of an exec that lost its launcher and removes its cgroup. If the
 // exec has no cgroup, the caller kills only the announced process.
@@ -269,7 +269,7 @@ func removeExec(req *proto.Exec) error {
 		}
 		dir = filepath.Join(dir, proto.ExecName(req.ExecID))
 		failpoint.Reach("exec.kill-left")
-		err = errors.Join(err, cgroup.KillDir(dir, removeExecTime), removeGroup(dir))
+		err = errors.Join(err, cgroup.KillDir(dir, removeExecTimeout), removeGroup(dir))
 		failpoint.Reach("exec.left-killed")
 	}
 	return err
@@ -278,7 +278,7 @@ func removeExec(req *proto.Exec) error {
 // removeGroup removes a cgroup without processes, unless it is gone. The kernel may return EBUSY
 // for a moment.
 func removeGroup(dir string) error {
-	for deadline := time.Now().Add(removeExecTime); ; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(removeExecTimeout); ; time.Sleep(time.Millisecond) {
 		err := unix.Rmdir(dir)
 		if err == nil || err == unix.ENOENT {
 			return nil

@@ -23,21 +23,21 @@ type Frozen struct {
 	reader sync.WaitGroup
 }
 
-// thawTime bounds the wait for the answer to FrameThaw.
-const thawTime = 5 * time.Second
+// thawTimeout bounds the wait for the answer to FrameThaw.
+const thawTimeout = 5 * time.Second
 
 // Freeze freezes all processes in a cgroup directory of the container, and returns when they are
-// frozen. The monitor thaws them after limit at the latest. The caller must call Thaw.
+// frozen. The monitor thaws them after timeout at the latest. The caller must call Thaw.
 //
 // Errors: FailedPrecondition if the container is not running, or its monitor is of berth 0.2.
 // Otherwise the processes do not freeze, and run on.
-func (m *Monitor) Freeze(ctx context.Context, dir string, limit time.Duration) (*Frozen, error) {
+func (m *Monitor) Freeze(ctx context.Context, dir string, timeout time.Duration) (*Frozen, error) {
 	c, err := m.dial(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("freeze: %w", err)
 	}
 	stop := context.AfterFunc(ctx, c.interrupt)
-	err = c.send(proto.FrameFreeze, proto.FreezeRequest{Limit: limit, Dir: dir}.Encode())
+	err = c.send(proto.FrameFreeze, proto.FreezeRequest{Timeout: timeout, Dir: dir}.Encode())
 	if err == nil {
 		err = c.answer()
 	}
@@ -74,15 +74,15 @@ func (f *Frozen) read() {
 func (f *Frozen) Lost() <-chan struct{} { return f.lost }
 
 // Thaw lets the processes run again and waits until the monitor has done so. An error means that
-// the monitor or the container has ended, or that the limit of Freeze was over before, so that the
+// the monitor or the container has ended, or that the timeout of Freeze was over before, so the
 // processes ran meanwhile. The processes run in any case.
 func (f *Frozen) Thaw() error {
-	limit := time.AfterFunc(thawTime, f.c.interrupt)
+	timer := time.AfterFunc(thawTimeout, f.c.interrupt)
 	err := f.c.send(proto.FrameThaw, nil)
 	if err == nil {
 		err = <-f.thawed
 	}
-	limit.Stop()
+	timer.Stop()
 	f.c.interrupt()
 	f.reader.Wait()
 	if err := errors.Join(err, f.c.conn.Close()); err != nil {

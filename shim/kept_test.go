@@ -1,8 +1,10 @@
 package shim
 
 import (
+	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -44,6 +46,9 @@ func openNames(t *testing.T, pid int) (names []string) {
 	testutil.Must(t, err)
 	for _, e := range entries {
 		name, err := os.Readlink(filepath.Join(dir, e.Name()))
+		if errors.Is(err, fs.ErrNotExist) { // the process has closed it meanwhile
+			continue
+		}
 		testutil.Must(t, err)
 		names = append(names, e.Name()+" "+name)
 	}

@@ -15,10 +15,10 @@ import (
 )
 
 const (
-	// undoTime bounds the undo of a cancelled launch.
-	undoTime = 20 * time.Second
-	// cleanupTime bounds the removal of a lost launcher's remains.
-	cleanupTime = 10 * time.Second
+	// launchUndoTimeout bounds the undo of a cancelled launch.
+	launchUndoTimeout = 20 * time.Second
+	// cleanupTimeout bounds the removal of a lost launcher's remains.
+	cleanupTimeout = 10 * time.Second
 )
 
 // Launch creates and starts a container or a pause. On an error it leaves no process, cgroup,
@@ -99,7 +99,7 @@ func (l *Launchers) removeLaunch(req *proto.Launch) error {
 	if req.Spec == nil || req.Spec.Linux == nil {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), cleanupTime)
+	ctx, cancel := context.WithTimeout(context.Background(), cleanupTimeout)
 	defer cancel()
 	group, err := cgroup.Open(req.Spec.Linux.CgroupsPath, req.SystemdCgroup)
 	if err != nil {

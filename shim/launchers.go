@@ -364,8 +364,8 @@ func (l *Launchers) drop(p *launcher) bool {
 	return true
 }
 
-// retireTime bounds the exit of a launcher whose connection was closed.
-const retireTime = 10 * time.Second
+// retireTimeout bounds the exit of a launcher whose connection was closed.
+const retireTimeout = 10 * time.Second
 
 // retire ends a launcher. A goroutine waits for its exit and then calls after.
 func (l *Launchers) retire(p *launcher, after ...func()) {
@@ -381,9 +381,9 @@ func (l *Launchers) retire(p *launcher, after ...func()) {
 	})
 }
 
-// awaitEnd waits for the end of a retired launcher and kills it after retireTime.
+// awaitEnd waits for the end of a retired launcher and kills it after retireTimeout.
 func (l *Launchers) awaitEnd(p *launcher) {
-	ctx, cancel := context.WithTimeout(context.Background(), retireTime)
+	ctx, cancel := context.WithTimeout(context.Background(), retireTimeout)
 	defer cancel()
 	if err := pidfd.Wait(ctx, p.proc); err == nil {
 		return
@@ -398,14 +398,14 @@ func (l *Launchers) awaitEnd(p *launcher) {
 }
 
 // kill kills a process and reaps it.
-func kill(proc *os.File) error { return killUpTo(proc, retireTime) }
+func kill(proc *os.File) error { return killUpTo(proc, retireTimeout) }
 
-// killUpTo kills a process and waits for its end, at most for limit.
-func killUpTo(proc *os.File, limit time.Duration) error {
+// killUpTo kills a process and waits for its end, at most for timeout.
+func killUpTo(proc *os.File, timeout time.Duration) error {
 	if err := pidfd.Signal(proc, unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
 	return pidfd.Wait(ctx, proc)
 }

@@ -45,8 +45,8 @@ func GroupOf(dir string, r *ociruntime.Runtime) (*cgroup.Group, error) {
 	return cgroup.Open(bundle.CgroupsPath, r.SystemdCgroup)
 }
 
-// undoPatience bounds the undo of a launcher that has lost its daemon.
-const undoPatience = 5 * time.Second
+// undoTimeout bounds the undo of a launcher that has lost its daemon.
+const undoTimeout = 5 * time.Second
 
 // awaitLauncher waits for a launcher that has not made the container's init yet, and kills it if it
 // does not exit in time.
@@ -66,9 +66,9 @@ func awaitLauncher(ctx context.Context, dir string) error {
 		return fmt.Errorf("find the launcher of an earlier daemon: %w", err)
 	}
 	defer proc.Close()
-	patience, cancel := context.WithTimeout(ctx, undoPatience)
+	waiting, cancel := context.WithTimeout(ctx, undoTimeout)
 	defer cancel()
-	if pidfd.Wait(patience, proc) == nil {
+	if pidfd.Wait(waiting, proc) == nil {
 		return nil
 	}
 	if err := pidfd.Signal(proc, unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {

@@ -114,7 +114,7 @@ func recordLauncher(ctx context.Context, p *launcher, dir string) error {
 func (l *Launchers) receive(ctx context.Context, p *launcher, reply *proto.Reply) ([]*os.File, error) {
 	stop := context.AfterFunc(ctx, func() {
 		// Both fail only if the launcher has exited. Receive returns then, too.
-		_ = p.conn.SetDeadline(time.Now().Add(undoTime))
+		_ = p.conn.SetDeadline(time.Now().Add(launchUndoTimeout))
 		_ = p.conn.CloseWrite()
 	})
 	files, err := p.conn.Receive(reply)
@@ -192,13 +192,13 @@ type requestWatch struct {
 }
 
 // watchRequest starts the watch; the request is sent afterwards. If the launcher does not read it,
-// Send and Receive fail: after limit if the launcher is frozen, after slowOrderTimeout if it is
+// Send and Receive fail: after timeout if the launcher is frozen, after slowOrderTimeout if it is
 // slow.
-func (p *launcher) watchRequest(limit time.Duration) *requestWatch {
+func (p *launcher) watchRequest(timeout time.Duration) *requestWatch {
 	w := &requestWatch{p: p, begun: time.Now()}
 	w.mu.Lock() // check waits until timer is set
 	defer w.mu.Unlock()
-	w.timer = time.AfterFunc(limit, w.check)
+	w.timer = time.AfterFunc(timeout, w.check)
 	return w
 }
 

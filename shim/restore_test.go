@@ -151,7 +151,7 @@ func (c *container) withLabel(label string) (root string) {
 // restoring makes a launch continue a checkpoint.
 func restoring(criu, images string) func(*proto.Launch) {
 	return func(req *proto.Launch) {
-		req.Restore = &proto.Restore{CRIU: criu, Images: images, Limit: restoreLimit}
+		req.Restore = &proto.Restore{CRIU: criu, Images: images, Timeout: restoreLimit}
 	}
 }
 
@@ -265,7 +265,7 @@ func TestRestoreEndsHungCRIU(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			req := on(t, e).request(test.name, "never executed")
 			restoring(program, images)(req)
-			req.Restore.Limit = test.limit
+			req.Restore.Timeout = test.limit
 			ctx, cancel := context.WithTimeout(e.ctx, test.after)
 			defer cancel()
 			_, err := e.Launch(ctx, req)

@@ -62,7 +62,7 @@ type Plugin struct {
 	leaving     leaving
 	leavingTime time.Duration // 0: the constant
 
-	lockPatience time.Duration // of the stores; 0: their default
+	lockTimeout time.Duration // of the stores; 0: their default
 
 	filters   atomic.Bool               // a trial or installed rules have shown that the kernel supports them
 	tryFilter func(rules.Network) error // nil: rules.Try
@@ -105,7 +105,7 @@ func (p *Plugin) attachment(args *skel.CmdArgs, parse func(data []byte) (*conf.N
 // of returns an attachment without ID, for work on the whole network.
 func (p *Plugin) of(n *conf.Net) *attachment {
 	a := &attachment{Net: n, plugin: p, filter: &p.filter, store: addresses.Inspect(n.Dir())}
-	a.store.Patience = p.lockPatience
+	a.store.LockTimeout = p.lockTimeout
 	return a
 }
 
@@ -115,7 +115,7 @@ func (a *attachment) openStore() error {
 	if err != nil {
 		return err
 	}
-	store.Patience = a.store.Patience
+	store.LockTimeout = a.store.LockTimeout
 	a.store = store
 	return nil
 }

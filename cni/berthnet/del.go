@@ -98,7 +98,7 @@ func (p *Plugin) gc(ctx context.Context, args *skel.CmdArgs) error {
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, cmp.Or(a.store.Patience, addresses.LockPatience)) // without contention the locks take no time
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(a.store.LockTimeout, addresses.LockTimeout)) // without contention the locks take no time
 	defer cancel()
 	valid := map[types.GCAttachment]bool{}
 	for _, v := range a.Valid {

@@ -235,7 +235,7 @@ func TestConcurrentNetworksShareNoBridge(t *testing.T) {
 // the lock. A later DEL removes the rest.
 func TestStuckAddressLockIsReported(t *testing.T) {
 	b := newBed(t, nil)
-	b.plugin.lockPatience = time.Millisecond
+	b.plugin.lockTimeout = time.Millisecond
 	first := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
 	second := b.pod(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80}))
 	a := b.unattached(t, second)

@@ -17,8 +17,8 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/checkpoint/record"
+	"berth/image/blobindex"
 	"berth/image/lazy/fill"
-	"berth/image/lazy/index"
 	"berth/image/unpack"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
@@ -40,7 +40,7 @@ type Lazy struct {
 	Engine *fill.Engine
 	// Fill returns the Filler of a layer that an earlier Store has created. toc is nil if this node
 	// has made the index.
-	Fill func(from Source, x *index.Index, toc *TOC) Filler
+	Fill func(from Source, x *blobindex.Index, toc *TOC) Filler
 	// Done, if not nil, is called once for each layer: with nil when the layer l is complete, or
 	// with the error DataLoss if it cannot be completed. The latter means that its index is wrong.
 	// The layer exists until it is removed, and reads of its missing content fail. toc is nil if
@@ -149,7 +149,7 @@ func (z *lazyLayers) end() error {
 	}
 	z.life.Close()
 	z.life.Cancel()
-	return z.life.WaitFor(closeLimit)
+	return z.life.WaitFor(closeTimeout)
 }
 
 // Lazy returns an incomplete layer, or nil if the layer is complete or does not exist.
@@ -197,7 +197,7 @@ func (s *Store) Keep(names []digest.Digest) []*os.File {
 // that layer, so the caller checks whether its pull may use it. Errors: FailedPrecondition for a
 // Store without an Engine, InvalidArgument if the index is one of another blob or tar, DataLoss if
 // it is damaged, ResourceExhausted if the disk's reserve would be used.
-func (s *Store) CreateLazy(ctx context.Context, from Source, x *index.Index, toc *TOC, fill Filler) error {
+func (s *Store) CreateLazy(ctx context.Context, from Source, x *blobindex.Index, toc *TOC, fill Filler) error {
 	if s.lazy == nil {
 		return errdefs.FailedPrecondition("layer store %s has no engine for incomplete layers", s.root)
 	}
@@ -249,7 +249,7 @@ func (s *Store) TOCBytes() int64 {
 
 // lazyInfo returns the description that the layer has when it is complete, but marked as
 // incomplete.
-func lazyInfo(from Source, x *index.Index) Info {
+func lazyInfo(from Source, x *blobindex.Index) Info {
 	return Info{Name: from.Name(), Source: from, TarBytes: x.TarSize, Kind: rootfs.EROFS, Incomplete: true,
 		Summary: unpack.Summary{Usage: Usage{Bytes: x.Summary.Bytes, Inodes: x.Summary.Inodes}, Opaque: x.Summary.Opaque,
 			Whiteouts: x.Summary.Whiteouts, Sum: x.Summary.Sum},
@@ -257,7 +257,7 @@ func lazyInfo(from Source, x *index.Index) Info {
 }
 
 // writeLazy writes the files of an incomplete layer.
-func writeLazy(dir string, x *index.Index, encoded []byte, toc *TOC) error {
+func writeLazy(dir string, x *blobindex.Index, encoded []byte, toc *TOC) error {
 	if toc != nil {
 		if err := writeTOC(dir, toc); err != nil {
 			return err
@@ -277,15 +277,15 @@ func writeLazy(dir string, x *index.Index, encoded []byte, toc *TOC) error {
 }
 
 // readLazy reads what writeLazy has written, and returns the size of the index's file. The error
-// wraps index.ErrDamaged if the files do not belong together.
-func readLazy(dir string) (x *index.Index, indexSize int64, err error) {
+// wraps blobindex.ErrDamaged if the files do not belong together.
+func readLazy(dir string) (x *blobindex.Index, indexSize int64, err error) {
 	var files [3][]byte
 	for i, name := range []string{indexFile, treeFile, tarFile} {
 		if files[i], err = os.ReadFile(filepath.Join(dir, name)); err != nil {
 			return nil, 0, err
 		}
 	}
-	if x, err = index.Decode(files[0]); err != nil {
+	if x, err = blobindex.Decode(files[0]); err != nil {
 		return nil, 0, err
 	}
 	return x, int64(len(files[0])), x.SetFiles(files[1], files[2])
@@ -293,7 +293,7 @@ func readLazy(dir string) (x *index.Index, indexSize int64, err error) {
 
 // admitLazy makes the incomplete layer in tmp visible, unless another call has made the layer. The
 // mark is set before.
-func (s *Store) admitLazy(ctx context.Context, tmp string, info Info, x *index.Index, l *lazyLayer,
+func (s *Store) admitLazy(ctx context.Context, tmp string, info Info, x *blobindex.Index, l *lazyLayer,
 	fill Filler) (err error) {
 	owned, err := s.layers.Acquire(ctx, info.Name)
 	if err != nil {

@@ -17,8 +17,8 @@ import (
 	"github.com/opencontainers/go-digest"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/blobindex"
 	"berth/image/lazy/fill"
-	"berth/image/lazy/index"
 	"berth/image/tree"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
@@ -48,7 +48,7 @@ type gate struct {
 	store      func() *Store
 }
 
-func (g *gate) fill(from Source, x *index.Index, toc *TOC) Filler {
+func (g *gate) fill(from Source, x *blobindex.Index, toc *TOC) Filler {
 	kind := x.Kind
 	f := Filler{Source: gated{g, g.tars[from.Blob]}, Inflater: func() (fill.Inflater, error) { return ownInflater(kind), nil }}
 	if toc != nil {
@@ -135,7 +135,7 @@ func (w *lazyWorld) reopen() {
 }
 
 // index creates a layer in another store, and returns its index and source.
-func (w *lazyWorld) index(data []byte) (*index.Index, Source, Info) {
+func (w *lazyWorld) index(data []byte) (*blobindex.Index, Source, Info) {
 	w.t.Helper()
 	eager := openImages(w.t, filepath.Join(testutil.DiskDir(w.t), "eager"), Reserve{})
 	defer func() { testutil.Must(w.t, eager.Close()) }()
@@ -145,8 +145,8 @@ func (w *lazyWorld) index(data []byte) (*index.Index, Source, Info) {
 	info, err := eager.Info(from.Name())
 	testutil.Must(w.t, err)
 	dir := eager.layerDir(from.Name())
-	x := &index.Index{Blob: id, DiffID: id, BlobSize: int64(len(data)), TarSize: int64(len(data)), Kind: index.None,
-		Summary: index.Summary{Bytes: info.Bytes, Inodes: info.Inodes, Opaque: info.Opaque, Whiteouts: info.Whiteouts, Sum: info.Sum}}
+	x := &blobindex.Index{Blob: id, DiffID: id, BlobSize: int64(len(data)), TarSize: int64(len(data)), Kind: blobindex.None,
+		Summary: blobindex.Summary{Bytes: info.Bytes, Inodes: info.Inodes, Opaque: info.Opaque, Whiteouts: info.Whiteouts, Sum: info.Sum}}
 	tree, err := os.ReadFile(filepath.Join(dir, treeFile))
 	testutil.Must(w.t, err)
 	record, err := os.ReadFile(filepath.Join(dir, tarFile))
@@ -157,9 +157,9 @@ func (w *lazyWorld) index(data []byte) (*index.Index, Source, Info) {
 	testutil.Must(w.t, err)
 	x.DataSize = st.Size()
 	for at := int64(0); at < x.TarSize; at += 128 << 10 {
-		x.Points = append(x.Points, index.Point{In: at, Out: at, Start: true})
+		x.Points = append(x.Points, blobindex.Point{In: at, Out: at, Start: true})
 	}
-	h := index.NewHash()
+	h := blobindex.NewHash()
 	_, _ = h.Write(data)
 	x.States, err = h.States(x.BlobSize)
 	testutil.Must(w.t, err)

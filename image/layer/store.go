@@ -120,15 +120,15 @@ func (s *Store) makeEmpty() error {
 
 func (s *Store) emptyDir() string { return filepath.Join(s.root, "empty-"+string(s.driver.Kind())) }
 
-// closeLimit limits the wait for the deleter, which may be blocked by the disk.
-const closeLimit = 5 * time.Second
+// closeTimeout limits the wait for the deleter, which may be blocked by the disk.
+const closeTimeout = 5 * time.Second
 
 // Close stops the deleter; the next Open continues the deletion. No other method may run during or
 // after Close.
 func (s *Store) Close() error {
 	s.deleter.Cancel()
 	failed := s.lazy.end()
-	failed = errors.Join(failed, s.deleter.WaitFor(closeLimit))
+	failed = errors.Join(failed, s.deleter.WaitFor(closeTimeout))
 	if failed != nil {
 		failed = fmt.Errorf("stop the deletion and completion of layers in %s: %w", s.root, failed)
 	}

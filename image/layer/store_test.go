@@ -315,7 +315,7 @@ func TestCloseDoesNotWaitForHangingDeletion(t *testing.T) {
 		testutil.Must(t, s.Discard(dir, Usage{}))
 		synctest.Wait() // the deletion hangs
 		began := time.Now()
-		if err := s.Close(); !errors.Is(err, context.DeadlineExceeded) || time.Since(began) != closeLimit {
+		if err := s.Close(); !errors.Is(err, context.DeadlineExceeded) || time.Since(began) != closeTimeout {
 			t.Errorf("closed after %v: %v", time.Since(began), err)
 		}
 		goOn <- struct{}{}

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/lazy/toc"
 	"berth/image/lazy/toc/toctest"
 	"berth/image/tree"
@@ -24,12 +24,12 @@ import (
 )
 
 // ownInflater decompresses spans in this process.
-type ownInflater index.Compression
+type ownInflater blobindex.Compression
 
 // Span implements lazy.Inflater.
-func (o ownInflater) Span(_ context.Context, p index.Point, in []byte, out int64) ([]byte, error) {
+func (o ownInflater) Span(_ context.Context, p blobindex.Point, in []byte, out int64) ([]byte, error) {
 	raw := make([]byte, out)
-	if err := inflate.Span(index.Compression(o), &p, in, raw, inflate.MaxWindow); err != nil {
+	if err := inflate.Span(blobindex.Compression(o), &p, in, raw, inflate.MaxWindow); err != nil {
 		return nil, errdefs.New(codes.DataLoss, "%w", err)
 	}
 	return raw, nil
@@ -48,7 +48,7 @@ func tableOf(t testing.TB, names ...string) *toctest.Blob {
 
 // createByTable creates an incomplete layer from the table of contents in a blob. change, if not
 // nil, changes the index that was made of the table.
-func (w *lazyWorld) createByTable(b *toctest.Blob, change func(*index.Index)) Source {
+func (w *lazyWorld) createByTable(b *toctest.Blob, change func(*blobindex.Index)) Source {
 	w.t.Helper()
 	ctx := w.t.Context()
 	from := Source{Blob: digest.FromBytes(b.Bytes), DiffID: b.DiffID}
@@ -61,8 +61,8 @@ func (w *lazyWorld) createByTable(b *toctest.Blob, change func(*index.Index)) So
 		Fetch: func(_ context.Context, offset, size int64) ([]byte, error) {
 			return slices.Clone(b.Bytes[offset:][:size]), nil
 		},
-		Inflate: func(ctx context.Context, kind index.Compression, in []byte, out int64) ([]byte, error) {
-			return ownInflater(kind).Span(ctx, index.Point{Start: true}, in, out)
+		Inflate: func(ctx context.Context, kind blobindex.Compression, in []byte, out int64) ([]byte, error) {
+			return ownInflater(kind).Span(ctx, blobindex.Point{Start: true}, in, out)
 		},
 	})
 	testutil.Must(w.t, err)
@@ -86,14 +86,14 @@ func (w *lazyWorld) createByTable(b *toctest.Blob, change func(*index.Index)) So
 
 // Whatever a table says that is not true of the tar is found, also by the next Store.
 func TestFalseTables(t *testing.T) {
-	inTree := func(change func(root *tree.Node)) func(*index.Index) {
-		return func(x *index.Index) {
+	inTree := func(change func(root *tree.Node)) func(*blobindex.Index) {
+		return func(x *blobindex.Index) {
 			root := decodeTree(t, x.Tree)
 			change(root)
 			x.Tree = encodeTree(t, root)
 		}
 	}
-	for name, change := range map[string]func(x *index.Index){
+	for name, change := range map[string]func(x *blobindex.Index){
 		"mode of a file": inTree(func(root *tree.Node) { root.Children["one"].Mode |= unix.S_ISUID }),
 		"name of a file": inTree(func(root *tree.Node) {
 			root.Children["sh"] = root.Children["one"]
@@ -102,9 +102,9 @@ func TestFalseTables(t *testing.T) {
 		"contents swapped": inTree(func(root *tree.Node) {
 			root.Children["one"].Data, root.Children["two"].Data = root.Children["two"].Data, root.Children["one"].Data
 		}),
-		"more data": func(x *index.Index) { x.DataSize += 4096 },
-		"whiteouts": func(x *index.Index) { x.Summary.Whiteouts++ },
-		"opaque":    func(x *index.Index) { x.Summary.Opaque = true },
+		"more data": func(x *blobindex.Index) { x.DataSize += 4096 },
+		"whiteouts": func(x *blobindex.Index) { x.Summary.Whiteouts++ },
+		"opaque":    func(x *blobindex.Index) { x.Summary.Opaque = true },
 	} {
 		for _, restarted := range []bool{false, true} {
 			t.Run(fmt.Sprint(name, " restarted ", restarted), func(t *testing.T) {

@@ -13,7 +13,7 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"berth/checkpoint/record"
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/tree"
 	"berth/internal/failpoint"
 )
@@ -101,7 +101,7 @@ func unprovenIn(folder string) (names []digest.Digest, err error) {
 }
 
 // UsageOf returns the disk usage of the complete layer of an index.
-func UsageOf(x *index.Index) Usage {
+func UsageOf(x *blobindex.Index) Usage {
 	sum := uint64(0)
 	for _, size := range []int64{x.DataSize, int64(len(x.Tree)), int64(len(x.Record))} {
 		sum += uint64((size + tree.BlockSize - 1) / tree.BlockSize * tree.BlockSize)

@@ -5,13 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"time"
 
 	"github.com/opencontainers/go-digest"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/blobindex"
 	"berth/image/layer"
-	blobindex "berth/image/lazy/index"
 	"berth/image/registry"
 	"berth/internal/errdefs"
 	"berth/internal/trace"
@@ -64,7 +65,7 @@ func (z *Layers) getIndex(ctx context.Context, l registry.Layer) (*blobindex.Ind
 		if err == nil {
 			return x, matches(x, l)
 		}
-		if errdefs.Code(err) != codes.NotFound || !z.indexer.store.Has(l.Blob.Digest) || left == 0 {
+		if !errors.Is(err, fs.ErrNotExist) || !z.indexer.store.Has(l.Blob.Digest) || left == 0 {
 			return nil, err
 		}
 		select {

@@ -12,9 +12,8 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	"berth/image/blobindex"
 	"berth/image/layer"
-	blobindex "berth/image/lazy/index"
-	"berth/image/lazy/indexes"
 	"berth/image/registry"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
@@ -34,11 +33,11 @@ const (
 
 // indexer makes the indexes of layers after they are complete, so that pulls do not wait for it.
 type indexer struct {
-	store *indexes.Store
+	store *blobindex.Store
 	log   *slog.Logger
 	queue chan noted
 	left  atomic.Int64               // indexes that are queued or being made
-	span  func(blobSize int64) int64 // index.SpanFor
+	span  func(blobSize int64) int64 // blobindex.SpanFor
 	life  *task.Lifetime             // of its goroutine
 }
 
@@ -54,7 +53,7 @@ type noted struct {
 
 // openIndexes opens the indexes and starts the indexer.
 func (z *Layers) openIndexes() error {
-	store, err := indexes.Open(filepath.Join(z.parts.Root, indexesDir), z.parts.IndexBytes, z.log)
+	store, err := blobindex.Open(filepath.Join(z.parts.Root, indexesDir), z.parts.IndexBytes, z.log)
 	if err != nil {
 		return err
 	}
@@ -68,7 +67,7 @@ func (z *Layers) openIndexes() error {
 // Inspect reads all indexes of blobs without changing anything. It returns those that are
 // damaged, with the reason, by path. root is Parts.Root.
 func Inspect(root string) (damaged map[string]error, err error) {
-	return indexes.Inspect(filepath.Join(root, indexesDir))
+	return blobindex.Inspect(filepath.Join(root, indexesDir))
 }
 
 // Indexes returns the number of indexes of blobs and the bytes of their files.
@@ -79,7 +78,7 @@ func (z *Layers) Indexes() (n int, bytes int64) { return z.indexer.store.Usage()
 func (z *Layers) DropIndexes() (freed int64, err error) { return z.indexer.store.Clear() }
 
 // IndexStore returns the indexes of blobs.
-func (z *Layers) IndexStore() *indexes.Store { return z.indexer.store }
+func (z *Layers) IndexStore() *blobindex.Store { return z.indexer.store }
 
 // Indexing returns how many indexes are being made, or wait for it.
 func (z *Layers) Indexing() int64 { return z.indexer.left.Load() }

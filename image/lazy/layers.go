@@ -16,9 +16,9 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/blobindex"
 	"berth/image/layer"
 	"berth/image/lazy/fill"
-	blobindex "berth/image/lazy/index"
 	"berth/image/registry"
 	"berth/image/unpack/budget"
 	"berth/internal/errdefs"

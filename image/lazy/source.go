@@ -13,7 +13,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	blobindex "berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/registry"
 	"berth/internal/errdefs"
 )

@@ -15,10 +15,10 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/blobindex"
 	"berth/image/erofs"
 	"berth/image/layer"
 	"berth/image/lazy/fill"
-	blobindex "berth/image/lazy/index"
 	"berth/image/lazy/toc"
 	"berth/image/registry"
 	"berth/image/tree"
@@ -92,9 +92,9 @@ func (z *Layers) createByTable(ctx context.Context, store *layer.Store, repo *re
 }
 
 const (
-	// tableTime limits the time to read a table of contents and to make a tree of it. After that
+	// tableTimeout limits the time to read a table of contents and to make a tree of it. After that
 	// the layer is fetched whole.
-	tableTime = 30 * time.Second
+	tableTimeout = 30 * time.Second
 	// maxUnproven limits the indexes that are not proven, in bytes: they are in memory. Concurrent
 	// pulls can exceed it by two indexes.
 	maxUnproven = 128 << 20
@@ -106,7 +106,7 @@ func (z *Layers) indexOfTable(ctx context.Context, store *layer.Store, src *blob
 	l registry.Layer) (*blobindex.Index, error) {
 	ctx, span := trace.Nest(ctx, "read table of contents")
 	defer span.End()
-	ctx, cancel := context.WithTimeout(ctx, tableTime)
+	ctx, cancel := context.WithTimeout(ctx, tableTimeout)
 	defer cancel()
 	select {
 	case z.tables <- struct{}{}:
@@ -255,7 +255,7 @@ func (z *Layers) findZtocs(ctx context.Context, store *layer.Store, img *registr
 	if missing < max(z.cfg.MinBytes, 1) && !unproven {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, tableTime)
+	ctx, cancel := context.WithTimeout(ctx, tableTimeout)
 	defer cancel()
 	ctx, span := trace.Nest(ctx, "look for SOCI index")
 	defer span.End()

@@ -37,7 +37,7 @@ func (p *Peers) find(ctx context.Context, q query) (answer found, err error) {
 
 // call sends JSON to a peer and decodes its answer into result, if that is not nil.
 func (p *Peers) call(ctx context.Context, address, path string, body, result any) error {
-	ctx, cancel := context.WithTimeout(ctx, p.cfg.CallTime)
+	ctx, cancel := context.WithTimeout(ctx, p.cfg.CallTimeout)
 	defer cancel()
 	data, err := json.Marshal(body)
 	if err != nil {

@@ -32,6 +32,6 @@
 // no place of a peer. Handshakes have limits of their own (see memberListener). The right to fetch
 // a layer belongs to an address and a certificate.
 //
-// A slow peer costs a pull little: a Search without progress ends after Config.Patience, and a
+// A slow peer costs a pull little: a Search without progress ends after Config.SearchTimeout, and a
 // transfer on either side ends if it is slower than leastRate for Config.Stall.
 package peers

@@ -37,7 +37,7 @@ func (d *Download) Size() int64 { return d.size }
 // request requests the rest of the tar. The peer may let the request wait for an upload.
 func (d *Download) request(wait time.Duration) error {
 	ctx, cancel := context.WithCancelCause(d.ctx)
-	late := time.AfterFunc(d.peers.answerTime(wait), func() { cancel(fair.ErrStalled) })
+	late := time.AfterFunc(d.peers.answerTimeout(wait), func() { cancel(fair.ErrStalled) })
 	response, err := d.peers.ask(ctx, http.MethodGet, d.address, d.key, wait, d.offset)
 	late.Stop()
 	if err != nil {

@@ -33,7 +33,7 @@ const (
 type memberListener struct {
 	net.Listener
 	config   *tls.Config
-	limit    time.Duration // of a handshake
+	timeout  time.Duration // of a handshake
 	places   *fair.Slots   // of connections after it, by certificate
 	known    func(net.Addr) bool
 	life     *task.Lifetime
@@ -56,9 +56,9 @@ type handshake struct {
 
 // newMemberListener returns a listener whose goroutines end with life. known reports whether an
 // address is that of a member.
-func newMemberListener(of net.Listener, config *tls.Config, limit time.Duration, places int, known func(net.Addr) bool,
-	life *task.Lifetime, log *slog.Logger) *memberListener {
-	return &memberListener{Listener: of, config: config, limit: limit, places: fair.NewSlots(places), known: known,
+func newMemberListener(of net.Listener, config *tls.Config, timeout time.Duration, places int,
+	known func(net.Addr) bool, life *task.Lifetime, log *slog.Logger) *memberListener {
+	return &memberListener{Listener: of, config: config, timeout: timeout, places: fair.NewSlots(places), known: known,
 		life: life,
 		log:  log, accepted: make(chan net.Conn), closed: make(chan struct{})}
 }
@@ -168,9 +168,9 @@ func (m *memberListener) admit(h *handshake) {
 	}
 }
 
-// shakeHands authenticates the client within the limit.
+// shakeHands authenticates the client within the timeout.
 func (m *memberListener) shakeHands(conn *tls.Conn) error {
-	if err := conn.SetDeadline(time.Now().Add(m.limit)); err != nil {
+	if err := conn.SetDeadline(time.Now().Add(m.timeout)); err != nil {
 		return err
 	}
 	if err := conn.HandshakeContext(context.Background()); err != nil { // endAll ends it

@@ -21,8 +21,8 @@ import (
 const (
 	// resolvePeriod is the time between two resolutions of the seeds.
 	resolvePeriod = 30 * time.Second
-	// resolveTime limits the resolution of a seed.
-	resolveTime = 10 * time.Second
+	// resolveTimeout limits the resolution of a seed.
+	resolveTimeout = 10 * time.Second
 	// maxResolving limits the seeds that are resolved at the same time.
 	maxResolving = 16
 	// maxMembers limits the addresses of all seeds.
@@ -74,7 +74,7 @@ func (m *members) run(ctx context.Context) {
 	}
 }
 
-// refresh resolves all seeds, each within resolveTime. A seed that cannot be resolved keeps its
+// refresh resolves all seeds, each within resolveTimeout. A seed that cannot be resolved keeps its
 // last addresses, because all nodes must agree about the members.
 func (m *members) refresh(ctx context.Context) {
 	found := map[string]bool{}
@@ -129,7 +129,7 @@ func (m *members) resolveAll(ctx context.Context) []resolution {
 	for i, seed := range m.seeds {
 		group.Go(func() error {
 			results[i].err = task.Guard(m.log, "resolve", seed, func() (err error) {
-				ctx, cancel := context.WithTimeout(ctx, resolveTime)
+				ctx, cancel := context.WithTimeout(ctx, resolveTimeout)
 				defer cancel()
 				results[i].addresses, err = m.addressesOf(ctx, seed)
 				return err

@@ -33,22 +33,22 @@ const (
 	maxBody = 1 << 20
 	// maxAnnounced limits the keys in one announcement; maxBody holds them.
 	maxAnnounced = 1000
-	// closeTime limits the wait for requests that read a disk when berth stops.
-	closeTime = 5 * time.Second
+	// closeTimeout limits the wait for requests that read a disk when berth stops.
+	closeTimeout = 5 * time.Second
 	// idleTime is how long a connection is kept for the next layer of a pull.
 	idleTime = 10 * time.Second
 	// pauseOfRounds is the least time between two questions of a Search to the same peers.
 	pauseOfRounds = 500 * time.Millisecond
-	// DefaultPatience is the default of Config.Patience.
-	DefaultPatience = time.Minute
+	// DefaultSearchTimeout is the default of Config.SearchTimeout.
+	DefaultSearchTimeout = time.Minute
 	// DefaultUploads is the default of Config.MaxUploads.
 	DefaultUploads = 8
 	// DefaultWaiting is the default of Config.MaxWaiting. A request that waits takes about 20 KB.
 	DefaultWaiting = 2048
 	// DefaultConnections is the default of Config.MaxConnections. A connection takes about 50 KB.
 	DefaultConnections = 1024
-	// DefaultCallTime is the default of Config.CallTime.
-	DefaultCallTime = 5 * time.Second
+	// DefaultCallTimeout is the default of Config.CallTimeout.
+	DefaultCallTimeout = 5 * time.Second
 )
 
 // Tar is the exact tar of a stored layer.
@@ -89,8 +89,8 @@ type Config struct {
 	MaxConnections int           // of peers to the server; 0: DefaultConnections
 	Bandwidth      int64         // bytes a second of all uploads; 0: no limit
 	Stall          time.Duration // longest wait for a byte of a transfer, window of its rate
-	CallTime       time.Duration // limit of a connection and of a call; 0: DefaultCallTime
-	Patience       time.Duration // longest wait of a Search without progress; 0: DefaultPatience
+	CallTimeout    time.Duration // limit of a connection and of a call; 0: DefaultCallTimeout
+	SearchTimeout  time.Duration // longest wait of a Search without progress; 0: DefaultSearchTimeout
 	Layers         Layers
 	Observer       Observer // nil: none
 	Waits          *task.Waits
@@ -143,7 +143,7 @@ func Open(cfg Config) (_ *Peers, err error) {
 	p := newPeers(cfg, clientTLS)
 	p.address = listener.Addr()
 	p.server = p.newServer(serverTLS)
-	p.listener = newMemberListener(listener, serverTLS, p.cfg.CallTime, p.cfg.MaxConnections, p.members.hasHost, p.life,
+	p.listener = newMemberListener(listener, serverTLS, p.cfg.CallTimeout, p.cfg.MaxConnections, p.members.hasHost, p.life,
 		cfg.Log)
 	p.spawn("accept", func(context.Context) { p.listener.run() })
 	p.spawn("serve", func(context.Context) {
@@ -181,8 +181,8 @@ func newPeers(cfg Config, clientTLS *tls.Config) *Peers {
 	cfg.MaxUploads = cmp.Or(cfg.MaxUploads, DefaultUploads)
 	cfg.MaxWaiting = cmp.Or(cfg.MaxWaiting, DefaultWaiting)
 	cfg.MaxConnections = cmp.Or(cfg.MaxConnections, DefaultConnections)
-	cfg.CallTime = cmp.Or(cfg.CallTime, DefaultCallTime)
-	cfg.Patience = cmp.Or(cfg.Patience, DefaultPatience)
+	cfg.CallTimeout = cmp.Or(cfg.CallTimeout, DefaultCallTimeout)
+	cfg.SearchTimeout = cmp.Or(cfg.SearchTimeout, DefaultSearchTimeout)
 	if cfg.Observer == nil {
 		cfg.Observer = noObserver{}
 	}
@@ -204,9 +204,9 @@ func newPeers(cfg Config, clientTLS *tls.Config) *Peers {
 	p.client = &http.Client{
 		Transport: &http.Transport{
 			Proxy:           nil, // a proxy would see the layers, and a peer is near
-			DialContext:     (&net.Dialer{Timeout: cfg.CallTime}).DialContext,
+			DialContext:     (&net.Dialer{Timeout: cfg.CallTimeout}).DialContext,
 			TLSClientConfig: clientTLS, ForceAttemptHTTP2: true,
-			TLSHandshakeTimeout: cfg.CallTime, IdleConnTimeout: idleTime,
+			TLSHandshakeTimeout: cfg.CallTimeout, IdleConnTimeout: idleTime,
 			MaxConnsPerHost:        1, // else requests that begin together would each dial
 			MaxResponseHeaderBytes: 16 << 10,
 		},
@@ -230,7 +230,7 @@ func (p *Peers) Close() error {
 	p.life.Close()
 	err := p.server.Close()
 	p.client.CloseIdleConnections()
-	return errors.Join(err, p.life.WaitFor(closeTime))
+	return errors.Join(err, p.life.WaitFor(closeTimeout))
 }
 
 // spawn starts a goroutine that ends with Close.

@@ -92,7 +92,7 @@ func newNodes(t *testing.T, count int, change func(i int, cfg *Config)) (nodes [
 	for i, address := range addresses {
 		s := &stock{layers: map[Key][]byte{}}
 		cfg := Config{
-			Listen: address, Advertise: address, Seeds: addresses, CA: ca.File, Layers: s, Stall: time.Minute, CallTime: time.Minute,
+			Listen: address, Advertise: address, Seeds: addresses, CA: ca.File, Layers: s, Stall: time.Minute, CallTimeout: time.Minute,
 			Waits: &task.Waits{}, Log: testutil.Logger(t),
 		}
 		cfg.Cert, cfg.Key = ca.Node()
@@ -284,7 +284,7 @@ func TestBrokenTransferIsResumedOnce(t *testing.T) {
 
 func TestUploadsAreLimited(t *testing.T) {
 	t.Parallel()
-	nodes := newNodes(t, 2, func(_ int, cfg *Config) { cfg.MaxUploads, cfg.Patience = 1, 10*time.Millisecond })
+	nodes := newNodes(t, 2, func(_ int, cfg *Config) { cfg.MaxUploads, cfg.SearchTimeout = 1, 10*time.Millisecond })
 	k := testKey("layer")
 	nodes[0].put(k, content(64<<20)) // more than the buffers of a connection
 	for _, n := range nodes {

@@ -33,8 +33,8 @@ const leastRate = 32 << 10
 // The caller calls Wait, which returns when a peer has the layer, and then Open. In between it can
 // wait for what it needs to read the layer: a peer that is ready to send has few uploads.
 //
-// A Search without progress ends after Config.Patience. It ends after leaseTime in any case. After
-// an error, the caller fetches the layer from the registry.
+// A Search without progress ends after Config.SearchTimeout. It ends after leaseTime in any case.
+// After an error, the caller fetches the layer from the registry.
 type Search struct {
 	peers    *Peers
 	key      Key
@@ -52,7 +52,7 @@ type Search struct {
 func (p *Peers) Search(k Key, blobSize int64) *Search {
 	return &Search{
 		peers: p, key: k, blobSize: blobSize, received: map[string]int64{},
-		meter: fair.Meter{Window: p.cfg.Patience, Rate: leastRate},
+		meter: fair.Meter{Window: p.cfg.SearchTimeout, Rate: leastRate},
 	}
 }
 
@@ -77,7 +77,7 @@ func (s *Search) Open(ctx context.Context) (d *Download, err error) {
 	defer s.peers.cfg.Waits.BeginOpen("upload of a peer", "layer "+s.key.DiffID.String())()
 	err = s.repeat(ctx, func(address string) (later bool, err error) {
 		d = &Download{ctx: ctx, peers: s.peers, key: s.key, address: address, size: -1}
-		err = d.request(s.requestTime() / time.Duration(len(s.sources))) // all sources may be busy
+		err = d.request(s.requestTimeout() / time.Duration(len(s.sources))) // all sources may be busy
 		return errors.Is(err, errBusy), err
 	})
 	s.sources = nil
@@ -92,8 +92,8 @@ func (s *Search) Exclude(address string) {
 	s.gone = append(s.gone, address)
 }
 
-// requestTime returns how long a request may wait at a peer.
-func (s *Search) requestTime() time.Duration { return min(s.peers.wait, s.meter.Left()) }
+// requestTimeout returns how long a request may wait at a peer.
+func (s *Search) requestTimeout() time.Duration { return min(s.peers.wait, s.meter.Left()) }
 
 // repeat calls ask for one source after the other, until it returns no error. later says that the
 // source may be asked again. Other sources are excluded after an error, except after ErrFetching,
@@ -189,8 +189,8 @@ func (s *Search) note(address, header string) error {
 // await waits until a node has fetched the layer. It returns ErrFetching if that takes longer than
 // the request may wait.
 func (p *Peers) await(ctx context.Context, s *Search, address string) error {
-	wait := s.requestTime()
-	ctx, cancel := context.WithTimeout(ctx, p.answerTime(wait))
+	wait := s.requestTimeout()
+	ctx, cancel := context.WithTimeout(ctx, p.answerTimeout(wait))
 	defer cancel()
 	response, err := p.ask(ctx, http.MethodHead, address, s.key, wait, 0)
 	if err != nil {
@@ -207,9 +207,9 @@ func (p *Peers) await(ctx context.Context, s *Search, address string) error {
 	}
 }
 
-// answerTime limits the time to an answer of a request that waits at the peer: connection,
-// handshake and answer take at most CallTime each.
-func (p *Peers) answerTime(wait time.Duration) time.Duration { return wait + 3*p.cfg.CallTime }
+// answerTimeout limits the time to an answer of a request that waits at the peer: connection,
+// handshake and answer take at most CallTimeout each.
+func (p *Peers) answerTimeout(wait time.Duration) time.Duration { return wait + 3*p.cfg.CallTimeout }
 
 // ask requests a layer from an offset on.
 func (p *Peers) ask(ctx context.Context, method, address string, k Key, wait time.Duration,

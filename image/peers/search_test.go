@@ -99,14 +99,14 @@ func TestWaitForAFetchingPeer(t *testing.T) {
 		want     error
 		limit    time.Duration // of the search
 	}{
-		{"one byte more at once", func(_ time.Duration, n int) string { return fmt.Sprint(n) }, false, errSlow, 2 * DefaultPatience},
-		{"the same number", func(time.Duration, int) string { return "5" }, true, errSlow, 2 * DefaultPatience},
-		{"a falling number", func(_ time.Duration, n int) string { return fmt.Sprint(1<<20 - n) }, true, errSlow, 2 * DefaultPatience},
-		{"a slow line", func(e time.Duration, _ int) string { return fmt.Sprint(int64(e.Seconds() * 10_000)) }, true, errSlow, 2 * DefaultPatience},
-		{"more than the blob", func(time.Duration, int) string { return fmt.Sprint(blobSize + 1) }, false, ErrNone, DefaultPatience},
-		{"a negative number", func(time.Duration, int) string { return "-1" }, false, ErrNone, DefaultPatience},
-		{"no number", func(time.Duration, int) string { return "x" }, false, ErrNone, DefaultPatience},
-		{"progress for too long", func(e time.Duration, _ int) string { return fmt.Sprint(int64(e.Seconds() * 2 * leastRate)) }, true, errSlow, leaseTime + 2*DefaultPatience},
+		{"one byte more at once", func(_ time.Duration, n int) string { return fmt.Sprint(n) }, false, errSlow, 2 * DefaultSearchTimeout},
+		{"the same number", func(time.Duration, int) string { return "5" }, true, errSlow, 2 * DefaultSearchTimeout},
+		{"a falling number", func(_ time.Duration, n int) string { return fmt.Sprint(1<<20 - n) }, true, errSlow, 2 * DefaultSearchTimeout},
+		{"a slow line", func(e time.Duration, _ int) string { return fmt.Sprint(int64(e.Seconds() * 10_000)) }, true, errSlow, 2 * DefaultSearchTimeout},
+		{"more than the blob", func(time.Duration, int) string { return fmt.Sprint(blobSize + 1) }, false, ErrNone, DefaultSearchTimeout},
+		{"a negative number", func(time.Duration, int) string { return "-1" }, false, ErrNone, DefaultSearchTimeout},
+		{"no number", func(time.Duration, int) string { return "x" }, false, ErrNone, DefaultSearchTimeout},
+		{"progress for too long", func(e time.Duration, _ int) string { return fmt.Sprint(int64(e.Seconds() * 2 * leastRate)) }, true, errSlow, leaseTime + 2*DefaultSearchTimeout},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
@@ -139,7 +139,7 @@ func TestWaitUntilAPeerHasTheLayer(t *testing.T) {
 		began := time.Now()
 		s := &script{answer: fetchingNode}
 		s.layer = func(r *http.Request) (*http.Response, error) {
-			if took := time.Since(began); took < 5*DefaultPatience {
+			if took := time.Since(began); took < 5*DefaultSearchTimeout {
 				header := http.Header{receivedHeader: {fmt.Sprint(int64(took.Seconds() * 2 * leastRate))}}
 				return response(r, http.StatusAccepted, waitOf(t, r), header)
 			}
@@ -171,7 +171,7 @@ func TestBusyHolders(t *testing.T) {
 			t.Fatal(err)
 		}
 		_, err := search.Open(t.Context())
-		if took := time.Since(began); !errors.Is(err, errSlow) || took > 2*DefaultPatience {
+		if took := time.Since(began); !errors.Is(err, errSlow) || took > 2*DefaultSearchTimeout {
 			t.Errorf("got %v after %v", err, took)
 		}
 	})

@@ -62,7 +62,7 @@ func (p *Peers) newServer(config *tls.Config) *http.Server {
 		Handler: p.guarded(mux), TLSConfig: config,
 		BaseContext:       func(net.Listener) context.Context { return p.life.Context() },
 		ErrorLog:          slog.NewLogLogger(p.cfg.Log.Handler(), slog.LevelDebug),
-		ReadHeaderTimeout: p.cfg.CallTime, ReadTimeout: 2 * p.cfg.CallTime, IdleTimeout: 2 * time.Minute,
+		ReadHeaderTimeout: p.cfg.CallTimeout, ReadTimeout: 2 * p.cfg.CallTimeout, IdleTimeout: 2 * time.Minute,
 		MaxHeaderBytes: 16 << 10,
 	}
 }

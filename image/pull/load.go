@@ -11,9 +11,9 @@ import (
 
 	"berth/image"
 	"berth/image/archive"
+	"berth/image/blobindex"
 	"berth/image/layer"
 	"berth/image/lazy"
-	blobindex "berth/image/lazy/index"
 	"berth/image/registry"
 	"berth/image/unpack"
 	"berth/image/unpack/inflate"

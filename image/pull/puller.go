@@ -40,7 +40,7 @@ type Config struct {
 	StallTimeout         time.Duration      // longest wait for a byte of a transfer; 0: one minute
 	Governor             governor.Config    // limits the rate of pulls; the Puller sets Changed
 	PartialTTL           time.Duration      // how long layers and bytes of failed pulls are kept; 0: they are deleted
-	IndexBytes           int64              // bytes of all indexes of blobs, see package indexes; 0: none are made
+	IndexBytes           int64              // bytes of all indexes of blobs, see package blobindex; 0: none are made
 	Lazy                 lazy.Config        // layers that are used before they are complete
 	Platform             ocispec.Platform   // zero: this machine's
 	Waits                *task.Waits        // records waits for verbose Status; nil: no recording

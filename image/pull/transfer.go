@@ -121,9 +121,9 @@ func (d *download) blame(blob *registry.Blob, err error) error {
 	case !layer.RejectsContent(err):
 		return err
 	case d.access.repo.Hosts() > 1 || blob.InPieces():
-		return readRest(d.ctx, blob, err, restTime)
+		return readRest(d.ctx, blob, err, restTimeout)
 	case blob.Left() <= littleLeft:
-		return readRest(d.ctx, blob, err, littleTime)
+		return readRest(d.ctx, blob, err, littleTimeout)
 	}
 	return err
 }
@@ -216,13 +216,13 @@ func mayBeOfKept(err error) bool {
 }
 
 const (
-	// restTime limits the time to read the rest of a rejected blob if another host or attempt may
-	// succeed.
-	restTime = time.Minute
-	// If at most littleLeft bytes are unread, littleTime limits the time to read them. Without this
-	// the error of a truncated blob would depend on timing.
-	littleLeft = 4 << 20
-	littleTime = 3 * time.Second
+	// restTimeout limits the time to read the rest of a rejected blob if another host or attempt
+	// may succeed.
+	restTimeout = time.Minute
+	// If at most littleLeft bytes are unread, littleTimeout limits the time to read them. Without
+	// this the error of a truncated blob would depend on timing.
+	littleLeft    = 4 << 20
+	littleTimeout = 3 * time.Second
 )
 
 // readRest reads the rest of a blob whose layer was rejected. If the digest is wrong, it returns

@@ -13,7 +13,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/internal/errdefs"
 	"berth/internal/fair"
 )
@@ -32,9 +32,9 @@ type Blob struct {
 	onBytes func(n int)
 
 	hash   hash.Hash
-	states *index.Hash   // the hash, if NoteStates was called
-	body   io.ReadCloser // nil between transfers
-	host   *blobHost     // of the current or last transfer
+	states *blobindex.Hash // the hash, if NoteStates was called
+	body   io.ReadCloser   // nil between transfers
+	host   *blobHost       // of the current or last transfer
 	ahead  ahead
 	offset int64 // of the next byte from the network
 	kept   kept
@@ -61,13 +61,13 @@ func (b *Blob) ResumeFrom(content io.Reader, size int64) {
 // blob that is not named by SHA-256. It must be called before the first Read.
 func (b *Blob) NoteStates() {
 	if b.want.Digest.Algorithm() == digest.SHA256 {
-		b.states = index.NewHash()
+		b.states = blobindex.NewHash()
 		b.hash = b.states
 	}
 }
 
-// States returns the states of the blob's hash, for [index.Index], after Read has returned io.EOF.
-func (b *Blob) States() ([]index.State, error) {
+// States returns the states of the blob's hash, for [blobindex.Index], after Read has returned io.EOF.
+func (b *Blob) States() ([]blobindex.State, error) {
 	if b.states == nil || !errors.Is(b.err, io.EOF) {
 		return nil, errors.New("the blob was not read to its end, or has no states")
 	}

@@ -45,7 +45,7 @@ type Client struct {
 	warned   sync.Map // messages that were logged
 	stall    time.Duration
 	pause    time.Duration // firstDelay, shorter in tests
-	document time.Duration // documentTime, shorter in tests
+	document time.Duration // documentTimeout, shorter in tests
 	agent    string
 	parts    partsConfig
 }
@@ -73,7 +73,7 @@ func (c *Client) Prepare(s Sources) (apply func(), err error) {
 // opened, so changes need no restart. It reads registries.conf now and in [Client.Prepare]. The
 // error is FailedPrecondition.
 func NewClient(cfg Config) (*Client, error) {
-	c := &Client{log: cfg.Log, stall: cfg.StallTimeout, pause: firstDelay, document: documentTime, agent: cfg.UserAgent,
+	c := &Client{log: cfg.Log, stall: cfg.StallTimeout, pause: firstDelay, document: documentTimeout, agent: cfg.UserAgent,
 		parts: partsConfig{cfg.Spare, PartSize, watchTime, trialTime, fastEnough}}
 	var err error
 	set, err := c.Prepare(cfg.Sources)

@@ -24,7 +24,7 @@ type endpoint struct {
 	ns       string  // the registry that this host mirrors; "" if it is the registry
 	agent    string
 	stall    time.Duration
-	document time.Duration // documentTime
+	document time.Duration // documentTimeout
 	client   *http.Client
 	wires    *connections
 	origin   *originOnly

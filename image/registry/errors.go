@@ -135,10 +135,10 @@ func busy(h http.Header, text string) error {
 // retryAfter reads a Retry-After header: seconds or a date. A date counts from the server's own
 // date, because the clocks may differ. A date in the past is no pause.
 func retryAfter(h http.Header) time.Duration {
-	const limit = 24 * time.Hour
+	const longest = 24 * time.Hour
 	value := h.Get("Retry-After")
 	if s, err := strconv.ParseFloat(value, 64); err == nil && !math.IsNaN(s) {
-		return time.Duration(min(max(s, 0), limit.Seconds()) * float64(time.Second))
+		return time.Duration(min(max(s, 0), longest.Seconds()) * float64(time.Second))
 	}
 	until, err := http.ParseTime(value)
 	if err != nil {
@@ -148,7 +148,7 @@ func retryAfter(h http.Header) time.Duration {
 	if err != nil {
 		now = time.Now()
 	}
-	return min(max(until.Sub(now), 0), limit)
+	return min(max(until.Sub(now), 0), longest)
 }
 
 // origin returns scheme and host of a URL, which are safe to show.

@@ -228,9 +228,9 @@ func (r *Repository) fetchConfig(ctx context.Context, m ocispec.Manifest) (*Imag
 	return img, nil
 }
 
-// documentTime limits the transfer of a manifest or configuration. A registry could otherwise
+// documentTimeout limits the transfer of a manifest or configuration. A registry could otherwise
 // extend it over an hour without a stall.
-const documentTime = 2 * time.Minute
+const documentTimeout = 2 * time.Minute
 
 // fetch fetches and verifies a small document. If want.Digest is empty, the host is trusted to
 // resolve the tag, and fetch sets it.

@@ -12,7 +12,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/unpack/checksum"
 	"berth/image/unpack/inflate"
 	"berth/image/unpack/tarsplit"
@@ -67,7 +67,7 @@ type Job struct {
 	// empty if the tar cannot be restored from the layer.
 	Record *os.File
 	// Points, if not nil, is an empty file for the places where decompression can begin, for
-	// index.DecodeRecorded. They are at least Span bytes of the tar apart. It stays empty if the
+	// blobindex.DecodeRecorded. They are at least Span bytes of the tar apart. It stays empty if the
 	// blob can have no index. Only Pack uses it.
 	Points *os.File
 	Span   int64
@@ -210,7 +210,7 @@ func (c *Contents) Check() error {
 // undefined.
 func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result, error) {
 	job.Points = nil
-	return run(ctx, blob, job, func(in *tarsplit.Recorder, _ *index.Recorder, tick func()) (sink[*safefs.Dir], error) {
+	return run(ctx, blob, job, func(in *tarsplit.Recorder, _ *blobindex.Recorder, tick func()) (sink[*safefs.Dir], error) {
 		return newUnpacker(tree, job.Limits.WithDefaults().Memory, in, tick)
 	})
 }
@@ -218,11 +218,11 @@ func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result,
 // run inflates and hashes a blob, and passes its entries to a sink.
 func run[D directory](
 	ctx context.Context, blob io.Reader, job Job,
-	open func(in *tarsplit.Recorder, points *index.Recorder, tick func()) (sink[D], error),
+	open func(in *tarsplit.Recorder, points *blobindex.Recorder, tick func()) (sink[D], error),
 ) (_ Result, err error) {
-	var points *index.Recorder
+	var points *blobindex.Recorder
 	if job.Points != nil {
-		points = index.NewRecorder(job.Points, job.Span)
+		points = blobindex.NewRecorder(job.Points, job.Span)
 	}
 	plain, err := inflate.NewReader(blob, job.Limits.WithDefaults().Window, points)
 	if err != nil {

@@ -14,7 +14,7 @@ import (
 	"github.com/cespare/xxhash/v2"
 	"golang.org/x/sys/unix"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/tree"
 	"berth/image/unpack/checksum"
 	"berth/image/unpack/tarsplit"
@@ -29,7 +29,7 @@ import (
 // do not inherit a directory's default ACL, because a tar lists all attributes.
 func Pack(ctx context.Context, data, out *os.File, blob io.Reader, job Job) (Result, error) {
 	memory := job.Limits.WithDefaults().Memory
-	return run(ctx, blob, job, func(in *tarsplit.Recorder, points *index.Recorder, tick func()) (sink[found], error) {
+	return run(ctx, blob, job, func(in *tarsplit.Recorder, points *blobindex.Recorder, tick func()) (sink[found], error) {
 		p := &packer{
 			root: &tree.Node{Mode: unix.S_IFDIR | 0o755, Implied: true, Children: map[string]*tree.Node{}},
 			data: &dataFile{out: data, buf: make([]byte, 0, dataBuffer), discard: job.NoData},
@@ -54,7 +54,7 @@ type packer struct {
 	unsupported int
 	last        found // the directory of the entry before
 	record      *tarsplit.Recorder
-	points      *index.Recorder
+	points      *blobindex.Recorder
 }
 
 // found is a directory of the tree with its path, which is free of symlinks.

@@ -144,8 +144,8 @@ func HasProcesses(dir string) (bool, error) {
 }
 
 // KillChild kills all processes in a child's directory and below it. It fails if they still exist
-// after patience.
-func KillChild(dir string, patience time.Duration) error {
+// after timeout.
+func KillChild(dir string, timeout time.Duration) error {
 	pids, err := ProcsIn(dir)
 	if err != nil {
 		return err
@@ -155,7 +155,7 @@ func KillChild(dir string, patience time.Duration) error {
 			return fmt.Errorf("kill cgroup %s: it contains the daemon", dir)
 		}
 	}
-	return KillDir(dir, patience)
+	return KillDir(dir, timeout)
 }
 
 // RemoveChild removes a child's directory and its descendants. The error is EBUSY if processes

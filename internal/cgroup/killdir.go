@@ -15,10 +15,10 @@ import (
 
 // KillDir sends SIGKILL to all processes in dir and below it until all have exited. It repeats the
 // signal, because processes may be forking, frozen, or in uninterruptible sleep. It fails if they
-// still exist after patience. It succeeds if dir does not exist. The monitor has the same function
+// still exist after timeout. It succeeds if dir does not exist. The monitor has the same function
 // in shim/monitor/killtree.c.
-func KillDir(dir string, patience time.Duration) error {
-	deadline := time.Now().Add(patience)
+func KillDir(dir string, timeout time.Duration) error {
+	deadline := time.Now().Add(timeout)
 	for delay := time.Millisecond; ; delay = min(2*delay, 50*time.Millisecond) {
 		err := killRound(dir)
 		pids, listErr := ProcsIn(dir)
@@ -55,14 +55,14 @@ func killRound(dir string) error {
 	return err
 }
 
-// freezePatience is how long a cgroup may take to freeze. A process in uninterruptible sleep can
+// freezeTimeout is how long a cgroup may take to freeze. A process in uninterruptible sleep can
 // prevent that.
-const freezePatience = 200 * time.Millisecond
+const freezeTimeout = 200 * time.Millisecond
 
 // freezeDir freezes a cgroup and waits until it is frozen. The freezer of v1 confirms the write
 // while processes still run. Thousands of processes can then fork faster than they are killed.
 func freezeDir(freezer, frozen string) error {
-	for deadline := time.Now().Add(freezePatience); ; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(freezeTimeout); ; time.Sleep(time.Millisecond) {
 		if err := writeFile(freezer, frozen); err != nil {
 			return err
 		}

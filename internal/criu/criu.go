@@ -80,12 +80,12 @@ func ParseVersion(output string) (Version, error) {
 	return Version{}, fmt.Errorf("parse the version of CRIU from %q", output)
 }
 
-// versionTime bounds "criu --version".
-const versionTime = 10 * time.Second
+// versionTimeout bounds "criu --version".
+const versionTimeout = 10 * time.Second
 
 // VersionOf asks a CRIU for its version.
 func VersionOf(ctx context.Context, path string) (Version, error) {
-	ctx, cancel := context.WithTimeout(ctx, versionTime)
+	ctx, cancel := context.WithTimeout(ctx, versionTimeout)
 	defer cancel()
 	out, err := exec.CommandContext(ctx, path, "--version").Output()
 	if err != nil {

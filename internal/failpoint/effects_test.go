@@ -121,7 +121,7 @@ var unmarked = map[string]string{
 	"image/layer.open: os.MkdirAll":                                       again,
 	"image/layer.show: unix.Renameat2":                                    "layer.synced is before it",
 	"image.loadFinished: os.RemoveAll":                                    again,
-	"image/lazy/indexes.Open: os.MkdirAll":                                again,
+	"image/blobindex.Open: os.MkdirAll":                                   again,
 	"image/partial.Open: os.MkdirAll":                                     again,
 	"image/registry.runHelper: cmd.Run":                                   "a credential helper, which only tells something",
 	"image/trust.runPlugin: unix.Kill cmd.Start":                          "a verifier plugin, which only answers",

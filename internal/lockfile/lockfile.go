@@ -29,12 +29,12 @@ import (
 // Lock is a held lock.
 type Lock struct{ file *os.File }
 
-// patience is how long Acquire waits. After a holder was killed, its child between fork and exec
-// keeps the lock for a moment.
-const patience = 500 * time.Millisecond
+// acquireTimeout is how long Acquire waits. After a holder was killed, its child between fork and
+// exec keeps the lock for a moment.
+const acquireTimeout = 500 * time.Millisecond
 
-// Acquire takes the lock at path. If another process holds the lock for longer than patience, the
-// error has code FailedPrecondition and names that process.
+// Acquire takes the lock at path. If another process holds the lock for longer than acquireTimeout,
+// the error has code FailedPrecondition and names that process.
 func Acquire(path string) (*Lock, error) {
 	file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
 	readOnly := errors.Is(err, unix.EROFS)
@@ -58,7 +58,7 @@ func Acquire(path string) (*Lock, error) {
 }
 
 func lock(file *os.File) error {
-	for deadline := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(acquireTimeout); ; time.Sleep(10 * time.Millisecond) {
 		err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 		if !errors.Is(err, unix.EWOULDBLOCK) || time.Now().After(deadline) {
 			return err

@@ -31,7 +31,7 @@ type Container struct {
 	Reason, Message                  string
 	PID                              int
 	Resources                        *runtimeapi.LinuxContainerResources // current ones
-	Spec                             *specs.Spec                         // may have only Process
+	RuntimeSpec                      *specs.Spec                         // may have only Process
 	Adjustment                       *Adjustment                         // changes of plugins at creation; may be nil
 }
 
@@ -64,8 +64,8 @@ func (c *Container) api() *api.Container {
 	for _, device := range config.GetCDIDevices() {
 		container.CDIDevices = append(container.CDIDevices, &api.CDIDevice{Name: device.GetName()})
 	}
-	if c.Spec != nil {
-		addSpec(container, c.Spec)
+	if c.RuntimeSpec != nil {
+		addSpec(container, c.RuntimeSpec)
 	}
 	if container.Linux.Resources == nil {
 		container.Linux.Resources = fromCRI(c.Resources)

@@ -196,11 +196,12 @@ func (p *Plugins) checkSocket() error {
 		"NRI socket %s belongs to another runtime: set nri.socket to another path, or nri.enabled to false", p.cfg.Socket)
 }
 
-// closeLimit limits how long Close waits for running updates and killed programs.
-const closeLimit = 5 * time.Second
+// closeTimeout limits how long Close waits for running updates and killed programs.
+const closeTimeout = 5 * time.Second
 
-// Close kills the plugins that Start started, accepts no others, and waits up to closeLimit for the
-// updates that plugins requested. If Start was canceled, its remaining work ends with the process.
+// Close kills the plugins that Start started, accepts no others, and waits up to closeTimeout for
+// the updates that plugins requested. If Start was canceled, its remaining work ends with the
+// process.
 func (p *Plugins) Close() {
 	p.own.Close()
 	p.own.Cancel()
@@ -208,7 +209,7 @@ func (p *Plugins) Close() {
 		return // the library cannot stop before it has started everything
 	}
 	p.adaptation.Stop()
-	if err := p.own.WaitFor(closeLimit); err != nil {
+	if err := p.own.WaitFor(closeTimeout); err != nil {
 		p.cfg.Log.Warn("close NRI: plugins or their updates still run", "error", err)
 	}
 }
@@ -247,9 +248,9 @@ func (p *Plugins) synchronize(ctx context.Context, tell adaptation.SyncCB) (err 
 }
 
 // SetRequestTimeout limits a plugin's answer to requests that follow.
-func (p *Plugins) SetRequestTimeout(limit time.Duration) {
-	p.timeout.Store(int64(limit))
-	adaptation.SetPluginRequestTimeout(limit)
+func (p *Plugins) SetRequestTimeout(timeout time.Duration) {
+	p.timeout.Store(int64(timeout))
+	adaptation.SetPluginRequestTimeout(timeout)
 }
 
 // unsolicited applies updates that a plugin sends without a request. It returns the failed ones. An

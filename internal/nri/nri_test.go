@@ -225,7 +225,7 @@ func TestConversion(t *testing.T) {
 		t.Errorf("pod is\n%v, want\n%v", pod, wantPod)
 	}
 	adjustment := &Adjustment{&api.ContainerAdjustment{Annotations: map[string]string{"new": "1", "-old": "", "-both": "", "both": "2"}}}
-	c := (&Container{ID: "c", PodID: "p", ImageID: "sha256:1", State: runtimeapi.ContainerState_CONTAINER_EXITED, CreatedAt: time.Unix(1, 0), ExitCode: 3, PID: 9, Spec: testSpec(), Adjustment: adjustment,
+	c := (&Container{ID: "c", PodID: "p", ImageID: "sha256:1", State: runtimeapi.ContainerState_CONTAINER_EXITED, CreatedAt: time.Unix(1, 0), ExitCode: 3, PID: 9, RuntimeSpec: testSpec(), Adjustment: adjustment,
 		Config: &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "n"}, Image: &runtimeapi.ImageSpec{Image: "sha256:1", UserSpecifiedImage: "busybox"},
 			Annotations: map[string]string{"old": "1", "both": "1"}, CDIDevices: []*runtimeapi.CDIDevice{{Name: "v/c=d"}},
 			Linux: &runtimeapi.LinuxContainerConfig{SecurityContext: &runtimeapi.LinuxContainerSecurityContext{Seccomp: &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Localhost, LocalhostRef: "/p"}}}}}).api()

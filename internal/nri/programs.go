@@ -89,7 +89,7 @@ func (p *Plugins) awaitProgram(process *os.File) error {
 	if err := pidfd.Signal(process, unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), closeLimit)
+	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
 	defer cancel()
 	return pidfd.Wait(ctx, process)
 }

@@ -26,7 +26,7 @@ func TestEndCancelsOperationsThenWatchers(t *testing.T) {
 		if !idle || !left || !errors.Is(err, context.DeadlineExceeded) { // it was still in progress
 			t.Errorf("idle %t, left %t: %v", idle, left, err)
 		}
-		if took := time.Since(begun); took != graceLimit {
+		if took := time.Since(begun); took != graceTimeout {
 			t.Errorf("it took %v", took)
 		}
 	})
@@ -43,7 +43,7 @@ func TestEndLeavesHangingOperationsBehind(t *testing.T) {
 		if idle || err == nil {
 			t.Errorf("idle %t: %v", idle, err)
 		}
-		if took := time.Since(begun); took != graceLimit+operationsLimit {
+		if took := time.Since(begun); took != graceTimeout+operationsTimeout {
 			t.Errorf("it took %v", took)
 		}
 		close(release)

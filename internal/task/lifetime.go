@@ -77,9 +77,9 @@ func (l *Lifetime) Wait(ctx context.Context) error {
 	}
 }
 
-// WaitFor is Wait with a limit.
-func (l *Lifetime) WaitFor(limit time.Duration) error {
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
+// WaitFor is Wait with a timeout.
+func (l *Lifetime) WaitFor(timeout time.Duration) error {
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	defer cancel()
 	return l.Wait(ctx)
 }

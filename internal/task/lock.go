@@ -26,7 +26,7 @@ func (r *Runner) Acquire(ctx context.Context, l Lock, what, object string) (rele
 	default:
 	}
 	defer trace.Begin(ctx, "lock").End()
-	defer r.BeginUpTo(Limit, "lock to "+what, object)()
+	defer r.BeginUpTo(Timeout, "lock to "+what, object)()
 	select {
 	case l <- struct{}{}:
 		return release, nil

@@ -16,9 +16,9 @@ import (
 	"berth/internal/trace"
 )
 
-// Limit bounds one operation on a pod or container. kubelet's own deadline is four minutes for
+// Timeout bounds one operation on a pod or container. kubelet's own deadline is four minutes for
 // RunPodSandbox and two for all other calls.
-const Limit = 4 * time.Minute
+const Timeout = 4 * time.Minute
 
 // Runner starts operations and records their waits.
 type Runner struct {
@@ -36,28 +36,29 @@ func NewRunner(log *slog.Logger, waits *Waits) *Runner {
 }
 
 // Detach runs op in a goroutine of Operations, so that op completes even if its caller stops
-// waiting. Detach returns when op or ctx has ended. limit bounds op. Waits lists op while it runs.
-func (r *Runner) Detach(ctx context.Context, limit time.Duration, what, object string,
+// waiting. Detach returns when op or ctx has ended. timeout bounds op. Waits lists op while it
+// runs.
+func (r *Runner) Detach(ctx context.Context, timeout time.Duration, what, object string,
 	op func(context.Context) error) error {
-	return r.detach(ctx, r.Operations, limit, what, object, op)
+	return r.detach(ctx, r.Operations, timeout, what, object, op)
 }
 
 // DetachStep is Detach for a step of an operation that may hang in the kernel and cannot be
 // interrupted. It also starts the step while berth stops, so that operations in progress can
 // complete. A hanging step delays the stop no longer than a watcher does.
-func (r *Runner) DetachStep(ctx context.Context, limit time.Duration, what, object string, op func() error) error {
-	return r.detach(ctx, r.Watchers, limit, what, object, func(context.Context) error { return op() })
+func (r *Runner) DetachStep(ctx context.Context, timeout time.Duration, what, object string, op func() error) error {
+	return r.detach(ctx, r.Watchers, timeout, what, object, func(context.Context) error { return op() })
 }
 
-func (r *Runner) detach(ctx context.Context, in *Lifetime, limit time.Duration, what, object string,
+func (r *Runner) detach(ctx context.Context, in *Lifetime, timeout time.Duration, what, object string,
 	op func(context.Context) error) error {
 	done := make(chan error, 1)
 	carried, release := trace.Carry(in.ctx, ctx)
 	if !in.Spawn(func() {
 		defer release()
-		ctx, cancel := context.WithTimeout(carried, limit)
+		ctx, cancel := context.WithTimeout(carried, timeout)
 		defer cancel()
-		end := r.BeginUpTo(limit, what, object)
+		end := r.BeginUpTo(timeout, what, object)
 		err := r.Guard(what, object, func() error { return op(ctx) })
 		end()
 		done <- err
@@ -127,11 +128,11 @@ func (r *Runner) RetryInBackground(what, object string, do func(context.Context)
 	})
 }
 
-// Once runs do once, within Limit. It logs a failure, because the caller will try again.
+// Once runs do once, within Timeout. It logs a failure, because the caller will try again.
 func (r *Runner) Once(ctx context.Context, what, object string, do func(context.Context) error) error {
-	trying, cancel := context.WithTimeout(ctx, Limit)
+	trying, cancel := context.WithTimeout(ctx, Timeout)
 	defer cancel()
-	end := r.BeginUpTo(Limit, what, object)
+	end := r.BeginUpTo(Timeout, what, object)
 	err := r.Guard(what, object, func() error { return do(trying) })
 	end()
 	if err != nil && ctx.Err() == nil {

@@ -48,8 +48,8 @@ func (w *Waits) SetLimit(limit time.Duration) { w.limit.Store(int64(limit)) }
 func (w *Waits) Begin(what, object string) (end func()) { return w.begin(what, object, 0, false) }
 
 // BeginUpTo is Begin for a wait with a deadline: its limit is that deadline plus slack.
-func (w *Waits) BeginUpTo(limit time.Duration, what, object string) (end func()) {
-	return w.begin(what, object, max(limit+slack, limit), false) // max avoids an overflow
+func (w *Waits) BeginUpTo(timeout time.Duration, what, object string) (end func()) {
+	return w.begin(what, object, max(timeout+slack, timeout), false) // max avoids an overflow
 }
 
 // slack is how much longer than its deadline a wait may take, for killing and scheduling.
@@ -225,8 +225,8 @@ func (r *Runner) Waits() []Wait { return r.waits.List() }
 func (r *Runner) Begin(what, object string) (end func()) { return r.waits.Begin(what, object) }
 
 // BeginUpTo is Waits.BeginUpTo.
-func (r *Runner) BeginUpTo(limit time.Duration, what, object string) (end func()) {
-	return r.waits.BeginUpTo(limit, what, object)
+func (r *Runner) BeginUpTo(timeout time.Duration, what, object string) (end func()) {
+	return r.waits.BeginUpTo(timeout, what, object)
 }
 
 // BeginOpen is Waits.BeginOpen.

@@ -5,7 +5,7 @@
 // A directory on disk is the queue. Take moves a tree there by one rename, which either succeeds or
 // leaves the tree unchanged. Run deletes the trees in the queue, including those of an earlier
 // process, one at a time, so that deletion leaves the disk to the containers. A tree that cannot be
-// deleted, or takes longer than deleteLimit, does not delay the others; Run tries it again with
+// deleted, or takes longer than deleteTimeout, does not delay the others; Run tries it again with
 // growing pauses. The size of a tree counts until it is deleted.
 package trash
 
@@ -43,7 +43,7 @@ type Trash struct {
 
 // Waits records the deletions in progress. *task.Waits and *task.Runner implement it.
 type Waits interface {
-	BeginUpTo(limit time.Duration, what, object string) (end func())
+	BeginUpTo(timeout time.Duration, what, object string) (end func())
 }
 
 // New returns the trash in dir, a directory that exists and has no other use. remove deletes a
@@ -187,13 +187,13 @@ func (t *Trash) empty(ctx context.Context) (all bool) {
 	return all
 }
 
-// deleteLimit limits one attempt to delete a tree. The next attempt continues where it stopped.
-const deleteLimit = 10 * time.Minute
+// deleteTimeout limits one attempt to delete a tree. The next attempt continues where it stopped.
+const deleteTimeout = 10 * time.Minute
 
 // delete deletes a tree.
 func (t *Trash) delete(ctx context.Context, path string) error {
-	ctx, cancel := context.WithTimeout(ctx, deleteLimit)
+	ctx, cancel := context.WithTimeout(ctx, deleteTimeout)
 	defer cancel()
-	defer t.waits.BeginUpTo(deleteLimit, "deletion from the trash", path)()
+	defer t.waits.BeginUpTo(deleteTimeout, "deletion from the trash", path)()
 	return task.Guard(t.log, "delete", path, func() error { return t.remove(ctx, path) })
 }

@@ -65,8 +65,8 @@ type probe struct {
 	err  error
 }
 
-// probeLimit limits how long a binary may take to report its features.
-const probeLimit = 20 * time.Second
+// probeTimeout limits how long a binary may take to report its features.
+const probeTimeout = 20 * time.Second
 
 // Options configures the handlers.
 type Options struct {
@@ -182,7 +182,7 @@ func (h *Handler) probe(ctx context.Context) (ociruntime.Capabilities, error) {
 	if was := h.found.Load(); was != nil && was.err == nil && sameFile(was.file, file) {
 		return was.can, nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, probeLimit)
+	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
 	can, err := ociruntime.Probe(ctx, h.config.Path, h.config.Args)
 	h.found.Store(&probe{file: file, can: can, err: err})

@@ -88,8 +88,9 @@ func (l profileLoader) ensure(name string) (fresh bool, err error) {
 // apparmor_parser would log the failure.
 const appArmorRetry = time.Minute
 
-// appArmorLimit limits how long a launch waits for the profile. The parser compiles it in a second.
-const appArmorLimit = 15 * time.Second
+// appArmorTimeout limits how long a launch waits for the profile. The parser compiles it in a
+// second.
+const appArmorTimeout = 15 * time.Second
 
 // AppArmor keeps the default profile loaded.
 type AppArmor struct {
@@ -148,11 +149,11 @@ func (a *AppArmor) Ensure(ctx context.Context) {
 }
 
 // loadDefault loads the default profile once for all concurrent callers. A load that takes longer
-// than appArmorLimit continues in the background and blocks further loads, because the library
+// than appArmorTimeout continues in the background and blocks further loads, because the library
 // cannot interrupt the parser.
 func (a *AppArmor) loadDefault(ctx context.Context) error {
 	const what, profile = "load AppArmor profile", confine.DefaultAppArmorProfile
-	ctx, cancel := context.WithTimeout(ctx, appArmorLimit)
+	ctx, cancel := context.WithTimeout(ctx, appArmorTimeout)
 	defer cancel()
 	pass, err := a.tasks.Acquire(ctx, a.loading, what, profile)
 	if err != nil {

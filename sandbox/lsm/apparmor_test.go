@@ -188,7 +188,7 @@ func TestAppArmorParserHangs(t *testing.T) {
 		for range 2 {
 			begin := time.Now()
 			a.Ensure(t.Context())
-			if waited := time.Since(begin); waited != appArmorLimit {
+			if waited := time.Since(begin); waited != appArmorTimeout {
 				t.Errorf("waited %v", waited)
 			}
 			if !strings.Contains(a.Problem(), context.DeadlineExceeded.Error()) {

@@ -154,9 +154,9 @@ func (n *Networks) DetachOrphan(ctx context.Context, id, netns string) error {
 	return nil
 }
 
-// gcLimit limits how long a daemon's start waits for CNI GC. ADDs of new pods wait until GC has
+// gcTimeout limits how long a daemon's start waits for CNI GC. ADDs of new pods wait until GC has
 // ended.
-const gcLimit = 10 * time.Second
+const gcTimeout = 10 * time.Second
 
 // Collect runs CNI GC, which releases the resources of all pods except attached, such as pods whose
 // records were lost. It runs before the first request, so attached is complete. A plugin without
@@ -182,7 +182,7 @@ func (n *Networks) Collect(ctx context.Context, attached iter.Seq[*state.PodSpec
 			n.log.Warn("CNI GC failed", "error", err)
 		}
 	}) // Spawn succeeds: Background is open while the daemon starts
-	limit := time.NewTimer(gcLimit)
+	limit := time.NewTimer(gcTimeout)
 	defer limit.Stop()
 	select {
 	case <-ended:

@@ -154,7 +154,7 @@ func (k Launcher) copyVolume(ctx context.Context, image *os.File, path, to strin
 	read, write := io.Pipe()
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {
-		return k.Tasks.DetachStep(ctx, task.Limit, "read of a volume", "image directory "+path, func() error {
+		return k.Tasks.DetachStep(ctx, task.Timeout, "read of a volume", "image directory "+path, func() error {
 			err := packVolume(ctx, image, path, m, write)
 			if errors.Is(err, io.ErrClosedPipe) {
 				return nil // Unpack needs no more, and knows why

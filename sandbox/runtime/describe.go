@@ -11,8 +11,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// describeLimit bounds the inspection of mount sources for a description.
-const describeLimit = 2 * time.Second
+// describeTimeout bounds the inspection of mount sources for a description.
+const describeTimeout = 2 * time.Second
 
 // Describe returns the same runtime-spec as Spec, for display. It inspects mount sources and may
 // block on a hanging volume, such as NFS without its server. A caller therefore waits two seconds
@@ -20,7 +20,7 @@ const describeLimit = 2 * time.Second
 // Unavailable while an earlier inspection hangs. Otherwise the error of a source.
 func (k Launcher) Describe(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
 	describing *atomic.Bool) (*specs.Spec, error) {
-	ctx, cancel := context.WithTimeout(ctx, describeLimit)
+	ctx, cancel := context.WithTimeout(ctx, describeTimeout)
 	defer cancel()
 	return k.describeOnce(ctx, c.ID, describing, func() (*specs.Spec, error) {
 		return k.describe(ctx, pod, c, targetPIDNS)
@@ -34,7 +34,7 @@ func (k Launcher) describeOnce(ctx context.Context, id string, describing *atomi
 		return nil, errdefs.Unavailable("describe container %s: an earlier inspection of its mounts has not finished", id)
 	}
 	found := make(chan *specs.Spec, 1)
-	err := k.Tasks.Detach(ctx, describeLimit, "describe", "container "+id, func(context.Context) error {
+	err := k.Tasks.Detach(ctx, describeTimeout, "describe", "container "+id, func(context.Context) error {
 		defer describing.Store(false)
 		spec, err := describe()
 		found <- spec

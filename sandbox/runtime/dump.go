@@ -51,22 +51,22 @@ func (k Dumper) Prepare(ctx context.Context, id string, dir *os.File) (Dump, err
 	return d, nil
 }
 
-// freezeTime limits the wait until a container is frozen. Containers of its pod that are frozen
+// freezeTimeout limits the wait until a container is frozen. Containers of its pod that are frozen
 // already wait as long.
-const freezeTime = 5 * time.Second
+const freezeTimeout = 5 * time.Second
 
-// Freeze freezes a container. Its monitor thaws it after limit at the latest. Errors:
+// Freeze freezes a container. Its monitor thaws it after timeout at the latest. Errors:
 // FailedPrecondition if a process in uninterruptible sleep keeps it from freezing.
-func (k Dumper) Freeze(ctx context.Context, id, cgroupsPath string, limit time.Duration) (Frozen, error) {
+func (k Dumper) Freeze(ctx context.Context, id, cgroupsPath string, timeout time.Duration) (Frozen, error) {
 	group, err := k.Node.Cgroup(cgroupsPath)
 	if err != nil {
 		return nil, err
 	}
-	freezeCtx, cancel := context.WithTimeout(ctx, freezeTime)
+	freezeCtx, cancel := context.WithTimeout(ctx, freezeTimeout)
 	defer cancel()
-	f, err := shim.OpenMonitor(k.Node.Shim(id)).Freeze(freezeCtx, group.FreezerDir(), limit)
+	f, err := shim.OpenMonitor(k.Node.Shim(id)).Freeze(freezeCtx, group.FreezerDir(), timeout)
 	if err != nil && freezeCtx.Err() != nil && ctx.Err() == nil {
-		return nil, errdefs.FailedPrecondition("its processes do not freeze within %v%s", freezeTime, unfreezable(group))
+		return nil, errdefs.FailedPrecondition("its processes do not freeze within %v%s", freezeTimeout, unfreezable(group))
 	}
 	if err != nil {
 		return nil, err

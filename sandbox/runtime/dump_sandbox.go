@@ -39,7 +39,7 @@ func (k Dumper) SaveSandbox(ctx context.Context, pod *state.PodSpec, c *state.Co
 	if err := k.checkShm(pod.ID); err != nil {
 		return err
 	}
-	saving, cancel := context.WithTimeout(context.WithoutCancel(ctx), task.Limit)
+	saving, cancel := context.WithTimeout(context.WithoutCancel(ctx), task.Timeout)
 	defer cancel()
 	failpoint.Reach("checkpoint.save-sandbox")
 	err := program.Checkpoint(saving, pod.ID, dir, archive.ImagesDir)

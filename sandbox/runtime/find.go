@@ -54,14 +54,14 @@ func openInit(ids proto.PIDs) (*os.File, error) {
 	return init, err
 }
 
-// HandoverLimit bounds the wait for an earlier daemon's launcher. It becomes a monitor, or notices
-// that its daemon is gone and undoes the launch.
-const HandoverLimit = 15 * time.Second
+// HandoverTimeout bounds the wait for an earlier daemon's launcher. It becomes a monitor, or
+// notices that its daemon is gone and undoes the launch.
+const HandoverTimeout = 15 * time.Second
 
 // openMonitor returns the pidfd of a container's monitor, or nil if there is no monitor. It waits
 // until a working launcher becomes a monitor or exits.
 func (k Processes) openMonitor(ctx context.Context, id string) (*os.File, proto.PIDs, error) {
-	ctx, cancel := context.WithTimeout(ctx, HandoverLimit)
+	ctx, cancel := context.WithTimeout(ctx, HandoverTimeout)
 	defer cancel()
 	for {
 		ids, err := shim.ReadShim(k.Node.Shim(id))
@@ -193,9 +193,9 @@ func isTransient(err error) bool {
 // KillLeftBehind kills the surviving processes of a container whose shim was lost, so that no
 // second instance runs beside them.
 func (k Processes) KillLeftBehind(ctx context.Context, id, cgroupsPath string) error {
-	ctx, cancel := context.WithTimeout(ctx, KillWait)
+	ctx, cancel := context.WithTimeout(ctx, KillTimeout)
 	defer cancel()
-	defer k.Tasks.BeginUpTo(KillWait, "exit of surviving processes", "container "+id)()
+	defer k.Tasks.BeginUpTo(KillTimeout, "exit of surviving processes", "container "+id)()
 	group, err := k.Node.Cgroup(cgroupsPath)
 	if err != nil {
 		return err

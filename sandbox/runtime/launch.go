@@ -150,10 +150,10 @@ func (k Launcher) User(ctx context.Context, c *state.Container, root rootfs.Spec
 	return users.Resolve(files.Passwd, files.Group, request)
 }
 
-// Spec builds the runtime-spec of a container. targetPIDNS returns the path of the PID namespace to
-// join, or "" for the config's. Spec calls it after the waits for volumes. Spec inspects the
-// sources of mounts, and returns ctx's error if a volume hangs.
-func (k Launcher) Spec(
+// RuntimeSpec builds the runtime-spec of a container. targetPIDNS returns the path of the PID
+// namespace to join, or "" for the config's. RuntimeSpec calls it after the waits for volumes. It
+// inspects the sources of mounts, and returns ctx's error if a volume hangs.
+func (k Launcher) RuntimeSpec(
 	ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
 ) (*specs.Spec, error) {
 	defer trace.Begin(ctx, "describe").End()

@@ -27,20 +27,20 @@ type Processes struct {
 	Log   *slog.Logger
 }
 
-// KillWait bounds the wait for killed processes. A process that takes longer is blocked in the
+// KillTimeout bounds the wait for killed processes. A process that takes longer is blocked in the
 // kernel. The rest of its pod is taken down without it.
-const KillWait = 10 * time.Second
+const KillTimeout = 10 * time.Second
 
-// MonitorPatience bounds the time between a container's exit and its monitor's report. It is less
-// than KillWait, so that a late report does not fail the stop of a pod.
-const MonitorPatience = KillWait / 2
+// MonitorTimeout bounds the time between a container's exit and its monitor's report. It is less
+// than KillTimeout, so that a late report does not fail the stop of a pod.
+const MonitorTimeout = KillTimeout / 2
 
-// stoppedPatience is MonitorPatience for a monitor in a stopped state, which cannot report.
-const stoppedPatience = 2 * time.Second
+// stoppedTimeout is MonitorTimeout for a monitor in a stopped state, which cannot report.
+const stoppedTimeout = 2 * time.Second
 
-// orphanPatience bounds the wait for the other processes of an exited init, before the daemon
+// orphanTimeout bounds the wait for the other processes of an exited init, before the daemon
 // writes the exit record in place of the shim.
-const orphanPatience = 2 * time.Second
+const orphanTimeout = 2 * time.Second
 
 // Running holds the processes of a container that has a shim.
 type Running struct {
@@ -126,7 +126,7 @@ func (k Processes) writeExit(ctx context.Context, id, cgroupsPath string, r *oci
 	}
 	exit.OOMKilled = kills > 0
 	// The exit is recorded even if the caller's context has ended.
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), orphanPatience)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), orphanTimeout)
 	defer cancel()
 	if err := group.Kill(ctx); err != nil {
 		return err
@@ -140,7 +140,7 @@ func (k Processes) Signal(ctx context.Context, id string, r *ociruntime.Runtime,
 	if r == nil || !r.Sandboxed || run.HasEnded() {
 		return run.signal(sig)
 	}
-	ctx, cancel := context.WithTimeout(ctx, KillWait)
+	ctx, cancel := context.WithTimeout(ctx, KillTimeout)
 	defer cancel()
 	err := r.Kill(ctx, id, sig)
 	if err != nil && run.HasEnded() {
@@ -194,7 +194,7 @@ func (k Processes) End(ctx context.Context, process *os.File) error {
 	return ignoreDone(pidfd.Wait(ctx, process))
 }
 
-// MonitorHangs reports whether the monitor outlived its container for longer than MonitorPatience,
+// MonitorHangs reports whether the monitor outlived its container for longer than MonitorTimeout,
 // because it is stopped or blocked on a log. The time counts from the first call.
 func (r *Running) MonitorHangs() bool {
 	if !r.HasEnded() && !r.isZombie() {
@@ -204,11 +204,11 @@ func (r *Running) MonitorHangs() bool {
 		now := time.Now() // keeps its monotonic reading
 		r.left.CompareAndSwap(nil, &now)
 	}
-	patience := MonitorPatience
+	timeout := MonitorTimeout
 	if r.shimIsStopped() {
-		patience = stoppedPatience
+		timeout = stoppedTimeout
 	}
-	return time.Since(*r.left.Load()) > patience
+	return time.Since(*r.left.Load()) > timeout
 }
 
 // isZombie reports whether all threads of init have exited. Its pidfd does not report that while
@@ -240,9 +240,9 @@ func (r *Running) HasEnded() bool {
 	return ended || err != nil
 }
 
-// AwaitExit waits for run.Exited until limit or ctx ends. The caller registers the wait.
-func (k Processes) AwaitExit(ctx context.Context, run *Running, limit time.Duration) bool {
-	timer := time.NewTimer(limit)
+// AwaitExit waits for run.Exited until timeout or ctx ends. The caller registers the wait.
+func (k Processes) AwaitExit(ctx context.Context, run *Running, timeout time.Duration) bool {
+	timer := time.NewTimer(timeout)
 	defer timer.Stop()
 	select {
 	case <-run.Exited:
@@ -257,11 +257,11 @@ func (k Processes) AwaitExit(ctx context.Context, run *Running, limit time.Durat
 const pollInterval = 500 * time.Millisecond
 
 // AwaitStop is AwaitExit, but returns early for an unreadable exit record, and for a stopped shim,
-// which cannot report the exit. A working shim on a slow disk gets the full limit, because killing
+// which cannot report the exit. A working shim on a slow disk gets the full time, because killing
 // it would lose the exit.
-func (k Processes) AwaitStop(ctx context.Context, id string, run *Running, limit time.Duration) bool {
+func (k Processes) AwaitStop(ctx context.Context, id string, run *Running, timeout time.Duration) bool {
 	for begin := time.Now(); ; {
-		left := limit - time.Since(begin)
+		left := timeout - time.Since(begin)
 		if k.AwaitExit(ctx, run, min(left, pollInterval)) {
 			return true
 		}

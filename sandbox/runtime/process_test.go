@@ -136,7 +136,7 @@ func TestAwaitStop(t *testing.T) {
 		for !run.shimIsStopped() { // SIGSTOP takes effect after a moment
 		}
 		begin = time.Now()
-		if k.AwaitStop(t.Context(), "c", run, grace) || time.Since(begin) > MonitorPatience {
+		if k.AwaitStop(t.Context(), "c", run, grace) || time.Since(begin) > MonitorTimeout {
 			t.Errorf("stopped shim: waited %v", time.Since(begin))
 		}
 	})

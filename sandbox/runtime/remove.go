@@ -50,7 +50,7 @@ func (k Processes) RemoveByID(ctx context.Context, id string) error {
 	group, err := k.groupByID(id, r)
 	switch {
 	case err == nil:
-		killing, cancel := context.WithTimeout(ctx, KillWait)
+		killing, cancel := context.WithTimeout(ctx, KillTimeout)
 		err = k.removeGroup(killing, id, group)
 		cancel()
 	case errors.Is(err, fs.ErrNotExist): // it never had a process

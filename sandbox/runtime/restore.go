@@ -75,18 +75,18 @@ func (k Restores) Import(ctx context.Context, path, podID string) (*archive.Arch
 
 // Compare returns FailedPrecondition with the difference if the checkpoint of a container is not
 // that of a container with this image and spec.
-func (k Restores) Compare(ctx context.Context, a *archive.Archive, c *state.Container, spec *specs.Spec) error {
+func (k Restores) Compare(ctx context.Context, a *archive.Archive, c *state.Container, runtimeSpec *specs.Spec) error {
 	return process.Compare(a, process.Request{
 		Dir:     k.Dirs.CheckpointOf(c.PodID, c.Restore),
 		Entry:   c.Restore.Name,
 		Name:    c.Config.GetMetadata().GetName(),
 		ImageID: c.Image.ID,
-		Spec:    spec,
+		Spec:    runtimeSpec,
 	})
 }
 
-// restoreLimit bounds the restore of a container. kubelet waits for two minutes.
-const restoreLimit = 110 * time.Second
+// restoreTimeout bounds the restore of a container. kubelet waits for two minutes.
+const restoreTimeout = 110 * time.Second
 
 // restoreSandbox returns the checkpoint that a pod's sandbox or the container in it continues, or
 // nil.
@@ -95,7 +95,7 @@ func (k Launcher) restoreSandbox(pod *state.Pod, r *state.Restore) *proto.Restor
 		return nil
 	}
 	images := filepath.Join(k.Node.CheckpointOf(pod.ID, r), archive.ImagesDir)
-	return &proto.Restore{Images: images, Limit: restoreLimit}
+	return &proto.Restore{Images: images, Timeout: restoreTimeout}
 }
 
 // checkRestored returns FailedPrecondition if a pod's sandbox waits for the restore of a container.
@@ -130,5 +130,5 @@ func (k Launcher) restore(ctx context.Context, pod *state.Pod, c *state.Containe
 	if err != nil {
 		return nil, fmt.Errorf("restore: %w", err)
 	}
-	return &proto.Restore{CRIU: program, Images: images, Limit: restoreLimit, Pending: pending}, nil
+	return &proto.Restore{CRIU: program, Images: images, Timeout: restoreTimeout, Pending: pending}, nil
 }

@@ -36,7 +36,7 @@ func (s *Sources) exclusive(ctx context.Context, what, source string, op func() 
 	if err != nil {
 		return err
 	}
-	return s.tasks.DetachStep(ctx, task.Limit, what, source, func() error { // starts nothing only after the daemon's shutdown
+	return s.tasks.DetachStep(ctx, task.Timeout, what, source, func() error { // starts nothing only after the daemon's shutdown
 		defer end()
 		defer s.tasks.Begin("answer", "volume "+source)()
 		return op()
@@ -93,7 +93,7 @@ func (k Launcher) detached(ctx context.Context, c *state.Container, what string,
 	if err := k.awaitVolumes(ctx, c); err != nil {
 		return err
 	}
-	return k.Tasks.DetachStep(ctx, task.Limit, what, c.String(), op)
+	return k.Tasks.DetachStep(ctx, task.Timeout, what, c.String(), op)
 }
 
 // awaitVolumes returns when each volume of the container has answered, or with ctx's error.
@@ -122,7 +122,7 @@ func (k Launcher) launchSpec(
 	ctx context.Context, pod *state.Pod, c *state.Container, planned *specs.Spec, targetPIDNS func() (string, error),
 ) (*specs.Spec, error) {
 	if planned == nil {
-		return k.Spec(ctx, pod, c, targetPIDNS)
+		return k.RuntimeSpec(ctx, pod, c, targetPIDNS)
 	}
 	k.AppArmor.Ensure(ctx)
 	return planned, k.awaitVolumes(ctx, c)

@@ -122,7 +122,7 @@ func TestKillEndsHangingShim(t *testing.T) {
 	left, status := command(t, `echo $$; exec sleep 1000`) // stands for a shim
 	synctest.Test(t, func(t *testing.T) {
 		run := Launched(&proto.Started{Shim: left.Init})
-		ctx, cancel := context.WithTimeout(t.Context(), 2*MonitorPatience)
+		ctx, cancel := context.WithTimeout(t.Context(), 2*MonitorTimeout)
 		defer cancel()
 		if err := testStopper(t).Kill(ctx, contained(run)); !errors.Is(err, context.DeadlineExceeded) {
 			t.Error(err)

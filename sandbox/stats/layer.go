@@ -14,19 +14,19 @@ import (
 )
 
 const (
-	// quickLimit limits the walk of one writable layer while other layers wait. A layer that takes
-	// longer is left to the goroutine for slow layers.
-	quickLimit = 30 * time.Second
-	// walkLimit limits the walk of a slow layer. It is enough to read all inodes of most
+	// quickTimeout limits the walk of one writable layer while other layers wait. A layer that
+	// takes longer is left to the goroutine for slow layers.
+	quickTimeout = 30 * time.Second
+	// walkTimeout limits the walk of a slow layer. It is enough to read all inodes of most
 	// filesystems.
-	walkLimit = 30 * time.Minute
+	walkTimeout = 30 * time.Minute
 )
 
 var (
-	// errSlow reports that the walk of a layer exceeded quickLimit.
+	// errSlow reports that the walk of a layer exceeded quickTimeout.
 	errSlow = errors.New("layer is large; continuing in the background")
-	// errWalkLimit reports that the walk of a layer exceeded walkLimit.
-	errWalkLimit = fmt.Errorf("walk takes longer than %v", walkLimit)
+	// errWalkTimeout reports that the walk of a layer exceeded walkTimeout.
+	errWalkTimeout = fmt.Errorf("walk takes longer than %v", walkTimeout)
 )
 
 // walks holds the results of the last walks of a layer, latest first.
@@ -52,7 +52,7 @@ func larger(a, b diskusage.Usage) diskusage.Usage {
 func (c *Sampler) measureLayer(ctx context.Context, s *Target, upper *os.File, counted *Sample) error {
 	limit, cause := c.quick, errSlow
 	if s.State.slow.Load() {
-		limit, cause = c.longest, errWalkLimit
+		limit, cause = c.longest, errWalkTimeout
 	}
 	limited, cancel := context.WithTimeoutCause(ctx, limit, cause)
 	defer cancel()
@@ -100,7 +100,7 @@ func (c *Sampler) walkVolumes(ctx context.Context, id string) (diskusage.Usage, 
 //
 //   - Directories that change all the time are common. The largest of the last three walks counts.
 //     A container that hides files by moving them must succeed three times in a row.
-//   - Directories nested too deep to walk are an evasion, and so are more files than walkLimit
+//   - Directories nested too deep to walk are an evasion, and so are more files than walkTimeout
 //     allows. Such a layer is charged all used space of the filesystem.
 //   - After any other incomplete walk the last size stays, unless the walk found more.
 func settle(last diskusage.Usage, w walks, err error, occupied diskusage.Usage) diskusage.Usage {
@@ -109,7 +109,7 @@ func settle(last diskusage.Usage, w walks, err error, occupied diskusage.Usage) 
 		return w[0]
 	case errors.Is(err, diskusage.ErrChanged):
 		return w.most()
-	case errors.Is(err, safefs.ErrTooDeep), errors.Is(err, errWalkLimit):
+	case errors.Is(err, safefs.ErrTooDeep), errors.Is(err, errWalkTimeout):
 		return larger(w[0], occupied)
 	default:
 		return larger(w[0], last)

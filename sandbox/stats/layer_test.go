@@ -35,7 +35,7 @@ func TestSettle(t *testing.T) {
 		"too deep":                              {walks{usage(1), usage(1)}, 1, safefs.ErrTooDeep, 1000},
 		"slow":                                  {walks{usage(3), usage(9)}, 9, errSlow, 9},
 		"slow, and more than before":            {walks{usage(10), usage(9)}, 9, errSlow, 10},
-		"too slow":                              {walks{usage(3), usage(9)}, 9, errWalkLimit, 1000},
+		"too slow":                              {walks{usage(3), usage(9)}, 9, errWalkTimeout, 1000},
 		"interrupted by a moved directory":      {walks{usage(3), usage(9)}, 9, safefs.ErrMoved, 9},
 		"the disk fails":                        {walks{usage(3), usage(9)}, 9, io.ErrUnexpectedEOF, 9},
 	} {

@@ -31,7 +31,7 @@ type Sample struct {
 	usedCPU string    // CPU time of the pod before sampling; empty: sample again
 	seen    time.Time // when the files were counted; At is later if the pod has been idle since
 	walks   walks
-	partial bool // quickLimit was exceeded; the goroutine for slow layers continues
+	partial bool // quickTimeout was exceeded; the goroutine for slow layers continues
 }
 
 // SampleState holds the last sample of a container. The zero value has none.
@@ -78,12 +78,12 @@ type Sampler struct {
 	device     string                     // may be empty
 	filesystem atomic.Pointer[Filesystem] // Used is not set
 
-	quick, longest time.Duration // quickLimit and walkLimit, except in tests
+	quick, longest time.Duration // quickTimeout and walkTimeout, except in tests
 }
 
 // NewSampler returns a Sampler. It does no I/O.
 func NewSampler(cfg SamplerConfig) *Sampler {
-	return &Sampler{cfg: cfg, wake: make(chan struct{}, 1), quick: quickLimit, longest: walkLimit}
+	return &Sampler{cfg: cfg, wake: make(chan struct{}, 1), quick: quickTimeout, longest: walkTimeout}
 }
 
 const (

@@ -17,8 +17,8 @@ import (
 	"berth/internal/netns"
 )
 
-// dialTime limits how long a port may take to accept a connection, per address.
-const dialTime = 10 * time.Second
+// dialTimeout limits how long a port may take to accept a connection, per address.
+const dialTimeout = 10 * time.Second
 
 // dialLimiter limits the connections to pods that are being opened, in total and per pod. A pod may
 // use half of the slots, so a port that drops packets delays only connections to its pod. The lock
@@ -112,7 +112,7 @@ func (d *dialLimiter) dial(ctx context.Context, pod, netnsPath string, port uint
 // the namespace until the function returns, so waiting there would occupy a thread. A socket keeps
 // the namespace in which it was opened.
 func dialAddress(ctx context.Context, netnsPath string, address netip.AddrPort) (*net.TCPConn, error) {
-	ctx, cancel := context.WithTimeout(ctx, dialTime)
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
 	var socket *os.File
 	open := func() (err error) { socket, err = newSocket(address.Addr()); return err }

@@ -86,24 +86,24 @@ func (s *Service) awaitHold(ctx context.Context, c ContainerTarget, ended <-chan
 const holdInterval = 5 * time.Millisecond
 
 // Hold keeps execs from starting in a container until release is called: ExecSync waits, Exec and
-// Attach to a terminal fail. It waits for the end of running execs, at most for patience. The error
+// Attach to a terminal fail. It waits for the end of running execs, at most for timeout. The error
 // is FailedPrecondition if one does not end, if a terminal is attached, or if the container is held
 // already.
-func (s *Service) Hold(ctx context.Context, id string, patience time.Duration) (release func(), err error) {
+func (s *Service) Hold(ctx context.Context, id string, timeout time.Duration) (release func(), err error) {
 	c := ContainerTarget{ID: id}
 	if !s.holds.add(c.String()) {
 		return nil, errdefs.FailedPrecondition("it is being checkpointed already")
 	}
 	release = sync.OnceFunc(func() { s.holds.end(c.String()) })
-	defer s.tasks.BeginUpTo(patience, "end of execs before a checkpoint", c.String())()
-	for deadline := time.Now().Add(patience); ; {
+	defer s.tasks.BeginUpTo(timeout, "end of execs before a checkpoint", c.String())()
+	for deadline := time.Now().Add(timeout); ; {
 		switch {
 		case s.terminals.count(c.String()) > 0:
 			err = errdefs.FailedPrecondition("a client is attached to its terminal")
 		case s.execs.count(c.String()) == 0:
 			return release, nil
 		case time.Now().After(deadline):
-			err = errdefs.FailedPrecondition("%d execs in it did not end within %v", s.execs.count(c.String()), patience)
+			err = errdefs.FailedPrecondition("%d execs in it did not end within %v", s.execs.count(c.String()), timeout)
 		}
 		if err == nil && ctx.Err() != nil {
 			err = context.Cause(ctx)

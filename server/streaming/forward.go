@@ -19,9 +19,9 @@ import (
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 )
 
-// pairTime bounds the time between the two streams of a forwarded connection. The library waits
+// pairTimeout bounds the time between the two streams of a forwarded connection. The library waits
 // that long even if the client has disconnected.
-const pairTime = 10 * time.Second
+const pairTimeout = 10 * time.Second
 
 func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, req *runtimeapi.PortForwardRequest) {
 	f := &forwarder{ctx: r.Context(), runtime: s.runtime, pod: req.GetPodSandboxId(), log: s.cfg.Log}
@@ -33,7 +33,7 @@ func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, req *r
 		defer context.AfterFunc(r.Context(), f.stop)()
 	}
 	portforward.ServePortForward(w, r, f, f.pod, "", &portforward.V4Options{Ports: req.GetPort()}, 0,
-		min(s.patience, pairTime), portforward.SupportedProtocols)
+		min(s.streamsTimeout, pairTimeout), portforward.SupportedProtocols)
 	if f.ending.Load() {
 		s.awaitClient(r, nil)
 	}

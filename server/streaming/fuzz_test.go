@@ -59,7 +59,7 @@ func FuzzConnections(f *testing.F) {
 	runtime := &counted{}
 	s, err := Listen(Config{Address: "127.0.0.1:0", IdleTimeout: time.Hour, Log: slog.New(slog.DiscardHandler)}, runtime)
 	testutil.Must(f, err)
-	s.patience = time.Hour // no session ends by this timeout
+	s.streamsTimeout = time.Hour // no session ends by this timeout
 	ctx, stop := context.WithCancel(context.Background())
 	served := make(chan error)
 	go func() { served <- s.Serve(ctx) }()

@@ -23,9 +23,9 @@ const (
 	// silentTime is how long a silent connection is kept when there are too many. It is short,
 	// because other clients wait in the kernel's queue, and a full queue drops them.
 	silentTime = 5 * time.Millisecond
-	// handshakeTime is how long a connection that has sent data without a token is kept when there
-	// are too many. The data may be a TLS handshake.
-	handshakeTime = 250 * time.Millisecond
+	// handshakeTimeout is how long a connection that has sent data without a token is kept when
+	// there are too many. The data may be a TLS handshake.
+	handshakeTimeout = 250 * time.Millisecond
 	// lateTime is how long connections are accepted after a token was used. A client that uses a
 	// URL twice gets a 404.
 	lateTime = 5 * time.Second
@@ -49,13 +49,13 @@ const (
 // The gate keeps listening while it does not accept. Otherwise another process could take the port
 // (SO_REUSEADDR) and receive tokens.
 type gate struct {
-	listener *net.TCPListener
-	tokens   *tokens
-	quota    stream.FDQuota
-	most     int           // connections without a token
-	patience time.Duration // handshakeTime with TLS; 0 otherwise, because the first data shows the token
-	log      *slog.Logger
-	warned   lograte.Limiter
+	listener  *net.TCPListener
+	tokens    *tokens
+	quota     stream.FDQuota
+	most      int           // connections without a token
+	handshake time.Duration // handshakeTimeout with TLS; 0 otherwise, because the first data shows the token
+	log       *slog.Logger
+	warned    lograte.Limiter
 
 	closed chan struct{}
 	close  sync.Once
@@ -85,7 +85,7 @@ func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.
 		wake:     make(chan struct{}, 1),
 	}
 	if overTLS {
-		g.patience = handshakeTime
+		g.handshake = handshakeTimeout
 	}
 	return g, nil
 }
@@ -256,7 +256,7 @@ func (g *gate) makeRoom() error {
 func (g *gate) surplus() (victim *connection, wait time.Duration) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if g.fullLocked() && g.patience == 0 && g.spoken.Len() > 0 { // its first data had no token: no client
+	if g.fullLocked() && g.handshake == 0 && g.spoken.Len() > 0 { // its first data had no token: no client
 		return g.spoken.Front().Value.(*connection), 0
 	}
 	for g.fullLocked() && g.silent.Len() > 0 {
@@ -271,7 +271,7 @@ func (g *gate) surplus() (victim *connection, wait time.Duration) {
 		return nil, 0
 	}
 	c := g.spoken.Front().Value.(*connection)
-	return c, g.patience - time.Since(c.accepted)
+	return c, g.handshake - time.Since(c.accepted)
 }
 
 // fullLocked reports whether as many connections as may be show no token.

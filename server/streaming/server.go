@@ -69,15 +69,15 @@ const (
 
 // Server issues URLs and serves them. Use Listen.
 type Server struct {
-	cfg      Config
-	runtime  Runtime
-	base     url.URL
-	tokens   tokens
-	gate     *gate
-	http     *http.Server
-	hangups  *hangups
-	patience time.Duration // streamsTimeout, shorter in tests
-	limits   endLimits     // of ending sessions
+	cfg            Config
+	runtime        Runtime
+	base           url.URL
+	tokens         tokens
+	gate           *gate
+	http           *http.Server
+	hangups        *hangups
+	streamsTimeout time.Duration // the constant, shorter in tests
+	limits         endLimits     // of ending sessions
 
 	mu sync.Mutex
 	// +checklocks:mu
@@ -95,7 +95,7 @@ func Listen(cfg Config, runtime Runtime) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("serve streaming sessions: %w", err)
 	}
-	s := &Server{cfg: cfg, runtime: runtime, patience: streamsTimeout, limits: defaultEndLimits,
+	s := &Server{cfg: cfg, runtime: runtime, streamsTimeout: streamsTimeout, limits: defaultEndLimits,
 		sessions: map[*connection]*session{}}
 	s.gate, err = newGate(listener.(*net.TCPListener), &s.tokens, cfg.TLS != nil, cfg.Log)
 	if err == nil {

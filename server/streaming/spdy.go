@@ -39,7 +39,7 @@ func (s *Server) serveSPDY(w http.ResponseWriter, r *http.Request, c *command) {
 	}
 	defer conn.Close()
 	defer cancel() // runs first and ends the wait for an unanswered stream
-	streams, err := collectStreams(ctx, opened, len(streamKinds(c.options, protocol)), s.patience)
+	streams, err := collectStreams(ctx, opened, len(streamKinds(c.options, protocol)), s.streamsTimeout)
 	if err != nil {
 		klog.FromContext(ctx).V(4).Info("No session was started", "err", err)
 		return
@@ -77,9 +77,9 @@ type openedStream struct {
 
 // collectStreams waits for the streams of a session. The guard passes each kind once.
 func collectStreams(ctx context.Context, opened <-chan openedStream, count int,
-	patience time.Duration) (map[string]httpstream.Stream, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("the client has not opened its %d streams in %v",
-		count, patience))
+	timeout time.Duration) (map[string]httpstream.Stream, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, timeout, fmt.Errorf("the client has not opened its %d streams in %v",
+		count, timeout))
 	defer cancel()
 	streams := map[string]httpstream.Stream{}
 	for len(streams) < count {

@@ -24,7 +24,7 @@ func TestIncompleteSessionsEnd(t *testing.T) {
 		t.Error("it began")
 		return nil
 	}})
-	s.patience = time.Hour
+	s.streamsTimeout = time.Hour
 	gone := s.execClient(t, &runtimeapi.ExecRequest{Stdin: true})
 	gone.open(remotecommand.StreamTypeError)
 	gone.conn.Close()
@@ -35,7 +35,7 @@ func TestIncompleteSessionsEnd(t *testing.T) {
 
 func TestSessionsWithMissingStreamsEnd(t *testing.T) {
 	s := serving(t, doing{})
-	s.patience = time.Millisecond
+	s.streamsTimeout = time.Millisecond
 	s.execClient(t, &runtimeapi.ExecRequest{Stdin: true}).ended()
 }
 

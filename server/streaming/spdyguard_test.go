@@ -232,7 +232,7 @@ func TestHangUpDuringNewForwardLeaksNothing(t *testing.T) {
 		_, err := io.Copy(io.Discard, stream)
 		return err
 	}})
-	s.patience = time.Second // the limit of the wait for the second stream of a pair
+	s.streamsTimeout = time.Second // the limit of the wait for the second stream of a pair
 	for range 50 {
 		c := s.forwardClient(t)
 		for i := range maxForwards / 2 {

@@ -323,7 +323,7 @@ func (e *execution) abandon() {
 		_, _ = e.backend.wait() // the result is the kill
 	}
 	e.io.abandon()
-	endChildren(killTime) // left by a start that failed or was killed
+	endChildren(killTimeout) // left by a start that failed or was killed
 	failpoint.Reach("launcher.exec-abandoned")
 	e.removeCgroup()
 }
@@ -400,9 +400,9 @@ func (e *execution) killStarting() error {
 	}
 }
 
-// killTime bounds the wait for the death of an exec's processes. The removal of the container ends
-// the rest.
-const killTime = 10 * time.Second
+// killTimeout bounds the wait for the death of an exec's processes. The removal of the container
+// ends the rest.
+const killTimeout = 10 * time.Second
 
 // killProcesses kills all of the exec's processes on the host, also descendants that init has
 // adopted.
@@ -413,7 +413,7 @@ func (e *execution) killProcesses() error {
 	e.mu.Unlock()
 	switch {
 	case dir != "":
-		return cgroup.KillDir(dir, killTime)
+		return cgroup.KillDir(dir, killTimeout)
 	case proc != nil:
 		return pidfd.KillTree(pid, proc) // processes that the container's init has adopted end with the container
 	}

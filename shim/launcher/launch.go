@@ -21,8 +21,8 @@ import (
 	"berth/shim/proto"
 )
 
-// destroyPatience bounds the destruction of a failed launch's container.
-const destroyPatience = 10 * time.Second
+// destroyTimeout bounds the destruction of a failed launch's container.
+const destroyTimeout = 10 * time.Second
 
 // launch is the state of one launch request.
 type launch struct {

@@ -180,7 +180,7 @@ func (b *libcontainerBackend) destroy() error {
 	if b.process.Signal(unix.SIGKILL) == nil {
 		_, _ = b.process.Wait() // the result is the kill
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
+	ctx, cancel := context.WithTimeout(context.Background(), destroyTimeout)
 	defer cancel()
 	err := errors.Join(b.group.Kill(ctx), b.container.Destroy())
 	failpoint.Reach("launcher.container-destroyed")
@@ -214,15 +214,15 @@ const (
 // errNotExecuted means that init has ended without executing the container's command.
 var errNotExecuted = errors.New("init ended before it executed the command")
 
-// patience returns whether to continue waiting. waited is the time since the start of init, and
+// waitPolicy returns whether to continue waiting. waited is the time since the start of init, and
 // runnable whether init is running or waits for a processor.
-type patience func(waited time.Duration, runnable bool) bool
+type waitPolicy func(waited time.Duration, runnable bool) bool
 
 // awaitCommand waits until init has executed the container's command. Otherwise the daemon would
 // report success while init is still the launcher's program. An exec would find that program as
 // process 1, and could not write to /proc/1/fd/1. awaitCommand returns errNotExecuted if init ends,
-// and nil if the patience ends.
-func (c *launch) awaitCommand(mayWait patience) error {
+// and nil if mayWait returns false.
+func (c *launch) awaitCommand(mayWait waitPolicy) error {
 	begin := time.Now()
 	for pause := firstCheck; ; pause = min(2*pause, longestCheck) {
 		ended, err := pidfd.Ended(c.init) // the monitor reaps it
@@ -259,7 +259,7 @@ func (c *launch) awaitCredentials() {
 	}
 }
 
-// waitForever is the patience with libcontainer's init, which executes the command or ends.
+// waitForever is the waitPolicy for libcontainer's init, which executes the command or ends.
 func waitForever(time.Duration, bool) bool { return true }
 
 // Limits of the wait for an OCI runtime's init. It may never execute a command: crun runs
@@ -269,9 +269,9 @@ const (
 	maxWaitRunnable = time.Second           // init waits for a processor
 )
 
-// ociPatience returns the patience with an OCI runtime's init. crun's init runs startContainer
+// ociWaitPolicy returns the policy for an OCI runtime's init. crun's init runs startContainer
 // hooks as its children and sleeps meanwhile. So the time with children does not count.
-func (c *launch) ociPatience() patience {
+func (c *launch) ociWaitPolicy() waitPolicy {
 	hooks := c.Spec.Hooks != nil && len(c.Spec.Hooks.StartContainer) > 0
 	var idleSince time.Duration
 	return func(waited time.Duration, runnable bool) bool {

@@ -155,7 +155,7 @@ func (b *mappedRestore) restore(room roomCRIU, streams []*rpc.InheritFd) error {
 	case b.fault != nil:
 		return b.fault
 	case late:
-		return proto.Errorf(proto.FailedPrecondition, "CRIU has not restored the processes within %v", b.Restore.Limit)
+		return proto.Errorf(proto.FailedPrecondition, "CRIU has not restored the processes within %v", b.Restore.Timeout)
 	case b.ctx.Err() != nil && !b.gate.passed():
 		return errCancelled
 	case errors.Is(err, criu.ErrRefused):

@@ -22,12 +22,12 @@ import (
 // Places in a room.
 const (
 	roomImages = "/images"
-	roomWork   = "/work"
+	roomLog    = "/log"
 	roomConfig = "/criu.conf"
 )
 
 // roomConfigText is CRIU's configuration file for what requests cannot say.
-const roomConfigText = "work-dir " + roomWork + "\n"
+const roomConfigText = "work-dir " + roomLog + "\n"
 
 // programDirs are the directories of programs and their libraries.
 var programDirs = []string{"/usr", "/bin", "/sbin", "/lib", "/lib64"}
@@ -59,7 +59,7 @@ func (b *mappedRestore) enterRoom() (work *os.File, err error) {
 		return nil, fmt.Errorf("enter CRIU's room: %w", err)
 	}
 	failpoint.Reach("launcher.room-entered")
-	return os.Open(roomWork)
+	return os.Open(roomLog)
 }
 
 // furnishPrograms shows the programs of the node, and a null device.
@@ -157,7 +157,7 @@ func (b *mappedRestore) furnishWork(room string) error {
 		return err
 	}
 	for _, m := range []struct{ kind, place, options string }{
-		{"tmpfs", roomWork, fmt.Sprintf("mode=0700,size=16m,uid=%d,gid=%d", uid, gid)},
+		{"tmpfs", roomLog, fmt.Sprintf("mode=0700,size=16m,uid=%d,gid=%d", uid, gid)},
 		{"proc", procPlace, hiding},
 	} {
 		place := filepath.Join(room, m.place)

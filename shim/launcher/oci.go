@@ -152,7 +152,7 @@ func (b *ociBackend) execute() error {
 	}()
 	err := <-done
 	if err == nil && !b.Runtime.Sandboxed { // gVisor returns when the command runs
-		err = b.explainNotExecuted(b.awaitCommand(b.ociPatience()))
+		err = b.explainNotExecuted(b.awaitCommand(b.ociWaitPolicy()))
 	}
 	if b.streams == nil {
 		return err
@@ -175,7 +175,7 @@ func (b *ociBackend) begin(streams ociruntime.IO) error {
 		}
 		b.unrepeatable = true
 	}
-	ctx, cancel := context.WithTimeout(b.ctx, b.Restore.Limit)
+	ctx, cancel := context.WithTimeout(b.ctx, b.Restore.Timeout)
 	defer cancel()
 	failpoint.Reach("launcher.program-restore")
 	err := b.Runtime.Restore(ctx, b.ID, b.Dir, b.Restore.Images, streams)
@@ -189,7 +189,7 @@ func (b *ociBackend) begin(streams ociruntime.IO) error {
 	case b.ctx.Err() != nil:
 		return errCancelled
 	case ctx.Err() != nil:
-		return proto.Errorf(proto.FailedPrecondition, "its runtime has not restored the processes within %v", b.Restore.Limit)
+		return proto.Errorf(proto.FailedPrecondition, "its runtime has not restored the processes within %v", b.Restore.Timeout)
 	}
 	return proto.Errorf(proto.FailedPrecondition, "restore from the checkpoint: %v", err)
 }
@@ -211,7 +211,7 @@ func (b *ociBackend) follow() (pid int, verdict *os.File, err error) {
 
 // destroy calls the runtime, and removes the rest itself.
 func (b *ociBackend) destroy() error {
-	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
+	ctx, cancel := context.WithTimeout(context.Background(), destroyTimeout)
 	defer cancel()
 	failpoint.Reach("launcher.program-delete")
 	err := b.Runtime.Delete(ctx, b.ID)
@@ -220,7 +220,7 @@ func (b *ociBackend) destroy() error {
 	if err != nil { // perhaps because of its processes
 		err = b.Runtime.Delete(ctx, b.ID)
 	}
-	endChildren(destroyPatience)
+	endChildren(destroyTimeout)
 	return errors.Join(err, killErr, b.group.Destroy(ctx))
 }
 
@@ -265,8 +265,8 @@ func reapAll() (left bool) {
 
 // endChildren kills and reaps the children that a failed start has left behind. A zombie would keep
 // its cgroup busy and its PID namespace alive.
-func endChildren(patience time.Duration) {
-	for deadline := time.Now().Add(patience); reapAll() && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+func endChildren(timeout time.Duration) {
+	for deadline := time.Now().Add(timeout); reapAll() && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 		below, err := pidfd.Below(os.Getpid())
 		if err != nil {
 			return
@@ -307,15 +307,15 @@ func (s *stdio) forRuntime(dir string) (*ociStreams, error) {
 	return p, nil
 }
 
-// consoleTime bounds the wait for a terminal's master after the runtime's command has ended.
-const consoleTime = 5 * time.Second
+// consoleTimeout bounds the wait for a terminal's master after the runtime's command has ended.
+const consoleTimeout = 5 * time.Second
 
 // receive receives the terminal's master if the process has a terminal.
 func (p *ociStreams) receive(s *stdio) error {
 	if p.listener == nil {
 		return nil
 	}
-	if err := p.listener.SetDeadline(time.Now().Add(consoleTime)); err != nil {
+	if err := p.listener.SetDeadline(time.Now().Add(consoleTimeout)); err != nil {
 		return err
 	}
 	conn, err := p.listener.AcceptUnix()
@@ -498,7 +498,7 @@ func (e *ociExec) kill() error {
 	if internal == 0 {
 		return nil // nothing runs
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), killTime)
+	ctx, cancel := context.WithTimeout(context.Background(), killTimeout)
 	defer cancel()
 	// This is not the goroutine of carryOut, whose thread has the daemon's slack.
 	err := withSlackRestored(func() error { return e.Runtime.KillExec(ctx, e.ID, internal) })

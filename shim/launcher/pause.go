@@ -436,9 +436,9 @@ func (b *pauseBackend) execute() error {
 	return errors.Join(reportErr, err, b.child.Close(), b.second.Close())
 }
 
-// endTime bounds the time between the closing of an exiting process's files and its end, also on a
-// busy machine.
-const endTime = 10 * time.Second
+// endTimeout bounds the time between the closing of an exiting process's files and its end, also on
+// a busy machine.
+const endTimeout = 10 * time.Second
 
 // checkAlive returns an error if the second stage was killed. Both execve and an exit close its
 // socket. On an exit the kernel frees the memory with the arguments a moment before the pidfd
@@ -446,7 +446,7 @@ const endTime = 10 * time.Second
 func (b *pauseBackend) checkAlive() error {
 	alive, err := b.hasExecuted()
 	if err != nil || !alive {
-		ctx, cancel := context.WithTimeout(context.Background(), endTime)
+		ctx, cancel := context.WithTimeout(context.Background(), endTimeout)
 		defer cancel()
 		if err := pidfd.Wait(ctx, b.second); err != nil && ctx.Err() == nil {
 			return err
@@ -471,13 +471,13 @@ func (b *pauseBackend) hasExecuted() (bool, error) {
 	return string(args) == pauseCmdline, err
 }
 
-// reapTime bounds the wait for the first stage to reap the second. Then both are killed.
-const reapTime = time.Second
+// reapTimeout bounds the wait for the first stage to reap the second. Then both are killed.
+const reapTimeout = time.Second
 
 // destroy removes pause and its cgroup, but not its state file.
 func (b *pauseBackend) destroy() error {
 	failpoint.Reach("launcher.destroy-pause")
-	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
+	ctx, cancel := context.WithTimeout(context.Background(), destroyTimeout)
 	defer cancel()
 	if b.first != nil && b.first.Process != nil {
 		b.reap(ctx)
@@ -507,7 +507,7 @@ func (b *pauseBackend) reap(ctx context.Context) {
 	select {
 	case <-ended:
 		return
-	case <-time.After(reapTime):
+	case <-time.After(reapTimeout):
 	}
 	_ = b.group.Kill(ctx)
 	_ = b.first.Process.Signal(syscall.SIGKILL) // it may not be in the cgroup

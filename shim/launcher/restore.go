@@ -168,7 +168,7 @@ func (b *restoreBackend) restore() error {
 	case b.fault != nil:
 		return b.fault
 	case late:
-		return proto.Errorf(proto.FailedPrecondition, "CRIU has not restored the processes within %v", b.Restore.Limit)
+		return proto.Errorf(proto.FailedPrecondition, "CRIU has not restored the processes within %v", b.Restore.Timeout)
 	case b.ctx.Err() != nil && !b.gate.passed():
 		return errCancelled
 	case err != nil:
@@ -270,14 +270,14 @@ func (b *restoreBackend) useCRIU() (undo func(), err error) {
 // until stop is called. stop returns whether the time was over.
 func (b *restoreBackend) watch() (stop func() bool) {
 	ctx, cancel := context.WithCancel(context.Background())
-	limit, release := context.WithTimeout(b.ctx, b.Restore.Limit)
+	timeout, release := context.WithTimeout(b.ctx, b.Restore.Timeout)
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
 		select {
 		case <-ctx.Done():
 			return
-		case <-limit.Done():
+		case <-timeout.Done():
 		case <-b.lost:
 		}
 		for ctx.Err() == nil {
@@ -289,7 +289,7 @@ func (b *restoreBackend) watch() (stop func() bool) {
 		}
 	}()
 	return func() bool {
-		late := errors.Is(limit.Err(), context.DeadlineExceeded)
+		late := errors.Is(timeout.Err(), context.DeadlineExceeded)
 		cancel()
 		<-ended
 		release()
@@ -363,7 +363,7 @@ func (b *restoreBackend) refuse(fault error) {
 	if b.fault == nil {
 		b.fault = fault
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
+	ctx, cancel := context.WithTimeout(context.Background(), destroyTimeout)
 	defer cancel()
 	b.killAll(ctx)
 	if err := b.group.Kill(ctx); err != nil {
@@ -431,7 +431,7 @@ func (b *restoreBackend) follow() (int, *os.File, error) {
 
 // destroy kills and reaps CRIU and the restored processes. libcontainer may not know them yet.
 func (b *restoreBackend) destroy() error {
-	endChildren(destroyPatience)
+	endChildren(destroyTimeout)
 	return b.libcontainerBackend.destroy()
 }
 

@@ -208,8 +208,8 @@ const maxMessage = 4 << 10
 // can have long stack traces.
 const maxOutput = 256 << 10
 
-// outputPatience is how long other processes may keep the output of a command open after its end.
-const outputPatience = 2 * time.Second
+// outputTimeout is how long other processes may keep the output of a command open after its end.
+const outputTimeout = 2 * time.Second
 
 // command returns a call of the program. log is the file for its messages; empty: its standard
 // error.
@@ -227,7 +227,7 @@ func (r *Runtime) command(ctx context.Context, log string, args ...string) *exec
 	cmd := exec.CommandContext(ctx, r.Path, append(all, args...)...)
 	cmd.Dir = "/"
 	cmd.Env = []string{"PATH=" + os.Getenv("PATH")}
-	cmd.WaitDelay = outputPatience
+	cmd.WaitDelay = outputTimeout
 	return cmd
 }
 

@@ -33,8 +33,8 @@ type Conn struct {
 	in    []byte     // received and not yet decoded; used only by Receive
 	files []*os.File // that came with it
 
-	sendLimit time.Duration // the constant, except in tests
-	sending   sync.Mutex    // held for one message, so that messages do not mix
+	sendTimeout time.Duration // the constant, except in tests
+	sending     sync.Mutex    // held for one message, so that messages do not mix
 }
 
 // NewConn returns the Conn of a connected unix stream socket. It takes over file.
@@ -47,7 +47,7 @@ func NewConn(file *os.File) (*Conn, error) {
 	if !ok {
 		return nil, errors.Join(fmt.Errorf("control socket: it is a %T", c), c.Close())
 	}
-	return &Conn{unix: u, sendLimit: sendLimit}, nil
+	return &Conn{unix: u, sendTimeout: sendTimeout}, nil
 }
 
 // ConnPair returns a Conn and the file for the NewConn of the other end.
@@ -64,9 +64,9 @@ func ConnPair() (*Conn, *os.File, error) {
 	return c, other, nil
 }
 
-// sendLimit bounds the wait for space in the socket. Only a spec of hundreds of KB does not fit
+// sendTimeout bounds the wait for space in the socket. Only a spec of hundreds of KB does not fit
 // into an empty socket.
-const sendLimit = 10 * time.Second
+const sendTimeout = 10 * time.Second
 
 // Send sends one message. The caller still owns the files. The error is os.ErrDeadlineExceeded if
 // the other end reads nothing; then the connection can no longer be used.
@@ -86,7 +86,7 @@ func (c *Conn) Send(message any, files ...*os.File) error {
 
 	c.sending.Lock()
 	defer c.sending.Unlock()
-	if err := c.unix.SetWriteDeadline(time.Now().Add(c.sendLimit)); err != nil {
+	if err := c.unix.SetWriteDeadline(time.Now().Add(c.sendTimeout)); err != nil {
 		return fmt.Errorf("send %T: %w", message, err)
 	}
 	n, _, err := c.unix.WriteMsgUnix(data, rights(fds), nil)

@@ -157,7 +157,7 @@ func TestUnreadReportsPendingBytes(t *testing.T) {
 // Send returns when the other end does not make room for a message.
 func TestSendFailsWithoutReader(t *testing.T) {
 	a, _ := pair(t)
-	a.sendLimit = time.Millisecond
+	a.sendTimeout = time.Millisecond
 	if err := a.Send(Request{Kill: strings.Repeat("x", 1<<20)}); !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("Send = %v", err)
 	}

@@ -16,8 +16,8 @@ type FrameType byte
 // answer the others.
 //
 // FrameFreeze is answered when all processes of the cgroup are frozen. The monitor thaws the cgroup
-// after FrameThaw, at the end of the connection, and when the request's limit is over. Monitors of
-// berth 0.2 answer it with FrameError.
+// after FrameThaw, at the end of the connection, and when the request's timeout is over. Monitors
+// of berth 0.2 answer it with FrameError.
 const (
 	FrameAttach     FrameType = 1 + iota // payload: one byte, Streams
 	FrameStdin                           // payload: bytes for the container's stdin
@@ -104,11 +104,11 @@ func DecodeTerminalSize(payload []byte) (TerminalSize, error) {
 
 // FreezeRequest names the cgroup of a container that the monitor freezes.
 type FreezeRequest struct {
-	Limit time.Duration // the monitor thaws the cgroup after it; at most 15 minutes, in whole milliseconds
-	Dir   string        // the cgroup's directory: v2's, or of v1's freezer
+	Timeout time.Duration // the monitor thaws the cgroup after it; at most 15 minutes, in whole milliseconds
+	Dir     string        // the cgroup's directory: v2's, or of v1's freezer
 }
 
 // Encode returns the payload of a FrameFreeze.
 func (r FreezeRequest) Encode() []byte {
-	return append(binary.BigEndian.AppendUint32(nil, uint32(max(r.Limit.Milliseconds(), 1))), r.Dir...)
+	return append(binary.BigEndian.AppendUint32(nil, uint32(max(r.Timeout.Milliseconds(), 1))), r.Dir...)
 }

@@ -116,9 +116,9 @@ type Launch struct {
 // With a sandboxed Runtime it is the checkpoint of the whole sandbox. The sandbox's pause and its
 // container are restored. No process runs before the container is restored.
 type Restore struct {
-	CRIU   string        `json:"criu,omitempty"` // path of the program; empty with a Runtime
-	Images string        `json:"images"`         // directory with the images; the launcher does not change it
-	Limit  time.Duration `json:"limit"`          // of the restore; it is cancelled then
+	CRIU    string        `json:"criu,omitempty"` // path of the program; empty with a Runtime
+	Images  string        `json:"images"`         // directory with the images; the launcher does not change it
+	Timeout time.Duration `json:"limit"`          // of the restore; it is cancelled then
 	// directories like Images, of containers that may be restored into the same PID namespace later
 	Pending []string `json:"pending,omitempty"`
 }

@@ -128,13 +128,13 @@ type configured struct {
 	source string
 }
 
-// askLimit bounds the wait for the daemon's answer. The daemon answers from memory.
-const askLimit = 5 * time.Second
+// askTimeout bounds the wait for the daemon's answer. The daemon answers from memory.
+const askTimeout = 5 * time.Second
 
 // askDaemon returns the configuration of the running daemon, including its flags and those given
 // here. It returns loaded without a daemon at the socket, or if the daemon uses other directories.
 func askDaemon(ctx context.Context, flags *pflag.FlagSet, loaded configured) (configured, error) {
-	asking, cancel := context.WithTimeout(ctx, askLimit)
+	asking, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
 	c, err := client.Dial(asking, loaded.Listen)
 	if err != nil {

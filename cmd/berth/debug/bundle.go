@@ -28,10 +28,10 @@ type result struct {
 	took    time.Duration
 }
 
-// collect collects all parts, each within the limit. It returns them in the given order. A part
-// that exceeds its limit is left behind, because a goroutine that blocks in the kernel cannot be
+// collect collects all parts, each within the timeout. It returns them in the given order. A part
+// that exceeds it is left behind, because a goroutine that blocks in the kernel cannot be
 // stopped.
-func collect(ctx context.Context, parts []part, limit time.Duration) []result {
+func collect(ctx context.Context, parts []part, timeout time.Duration) []result {
 	results := make([]result, len(parts))
 	slots := make(chan struct{}, maxParallel)
 	var all sync.WaitGroup
@@ -39,19 +39,19 @@ func collect(ctx context.Context, parts []part, limit time.Duration) []result {
 		all.Go(func() {
 			slots <- struct{}{}
 			defer func() { <-slots }()
-			results[i] = p.run(ctx, limit)
+			results[i] = p.run(ctx, timeout)
 		})
 	}
 	all.Wait()
 	return results
 }
 
-// lateLimit is how long a part may take to react to the end of its context.
-const lateLimit = time.Second
+// lateTimeout is how long a part may take to react to the end of its context.
+const lateTimeout = time.Second
 
-func (p part) run(ctx context.Context, limit time.Duration) result {
+func (p part) run(ctx context.Context, timeout time.Duration) result {
 	began := time.Now()
-	ctx, cancel := context.WithTimeout(ctx, limit)
+	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	collected := make(chan result, 1)
 	go func() {
@@ -65,8 +65,8 @@ func (p part) run(ctx context.Context, limit time.Duration) result {
 	r := result{name: p.name}
 	select {
 	case r = <-collected:
-	case <-time.After(limit + lateLimit):
-		r.err = fmt.Errorf("not finished within %v: %w", limit, context.DeadlineExceeded)
+	case <-time.After(timeout + lateTimeout):
+		r.err = fmt.Errorf("not finished within %v: %w", timeout, context.DeadlineExceeded)
 	}
 	r.took = time.Since(began)
 	return r

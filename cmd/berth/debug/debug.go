@@ -36,12 +36,12 @@ func Command() *cobra.Command {
 	return cmd
 }
 
-// partLimit is the default time limit of a part.
-const partLimit = 20 * time.Second
+// partTimeout is the default time limit of a part.
+const partTimeout = 20 * time.Second
 
 func bundleCommand() *cobra.Command {
 	var output, logFile string
-	var limit time.Duration
+	var timeout time.Duration
 	cmd := &cobra.Command{
 		Use:   "bundle",
 		Short: "Write a tar.gz file with data for a bug report",
@@ -64,7 +64,7 @@ Review the file before you publish it.`,
 			if err != nil {
 				return err
 			}
-			results := collect(ctx, n.parts(), limit)
+			results := collect(ctx, n.parts(), timeout)
 			if ctx.Err() != nil {
 				return cli.InterruptStatus(ctx, done(ctx.Err()))
 			}
@@ -77,7 +77,7 @@ Review the file before you publish it.`,
 	}
 	config.AddFlags(cmd.Flags())
 	cmd.Flags().StringVarP(&output, "output", "o", "", "file to write, or - for standard output (default berth-debug-HOST-TIME.tar.gz)")
-	cli.DurationVar(cmd.Flags(), &limit, "limit", partLimit, "time limit of each part")
+	cli.DurationVar(cmd.Flags(), &timeout, "limit", partTimeout, "time limit of each part")
 	cmd.Flags().StringVar(&logFile, "log", "", "log file of the daemon; empty: the journal of berth.service")
 	return cmd
 }

@@ -39,8 +39,8 @@ type node struct {
 	notes   []error // why cfg may not be the daemon's
 }
 
-// askLimit bounds the question for the daemon's configuration, which it answers from memory.
-const askLimit = 5 * time.Second
+// askTimeout bounds the question for the daemon's configuration, which it answers from memory.
+const askTimeout = 5 * time.Second
 
 // newNode finds the daemon's directories: from the running daemon, else from the configuration
 // files, else from the defaults.
@@ -70,7 +70,7 @@ func newNode(ctx context.Context, flags *pflag.FlagSet, logFile string) *node {
 
 // ask takes the configuration of the running daemon.
 func (n *node) ask(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, askLimit)
+	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
 	c, err := client.Dial(ctx, n.cfg.Listen)
 	if err != nil {
@@ -114,7 +114,7 @@ func (n *node) learn(ctx context.Context) {
 			names = append(names, filepath.Base(filepath.Dir(path)))
 		}
 	}
-	ctx, cancel := context.WithTimeout(ctx, askLimit)
+	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
 	objects, _ := n.objects(ctx) // the part reports errors
 	for _, o := range objects {
@@ -401,7 +401,7 @@ func command(convert cleaner, name string, args ...string) collector {
 // output returns the output of a command, also if it fails or exceeds its limit.
 func output(ctx context.Context, name string, args ...string) ([]byte, error) {
 	cmd := exec.CommandContext(ctx, name, args...)
-	cmd.WaitDelay = lateLimit / 2
+	cmd.WaitDelay = lateTimeout / 2
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	content, err := cmd.Output()

@@ -10,8 +10,8 @@ import (
 	"berth/cmd/berth/client"
 )
 
-// completionTime bounds the completion of a name, which blocks the shell.
-const completionTime = 2 * time.Second
+// completionTimeout bounds the completion of a name, which blocks the shell.
+const completionTimeout = 2 * time.Second
 
 // nameSource lists names for the shell's completion. A description may follow a name after a tab.
 type nameSource func(ctx context.Context, c *client.Client) ([]string, error)
@@ -19,7 +19,7 @@ type nameSource func(ctx context.Context, c *client.Client) ([]string, error)
 // completeNames returns a completion function with the names of a runtime's objects.
 func (o *Connection) completeNames(sources ...nameSource) cobra.CompletionFunc {
 	return func(cmd *cobra.Command, args []string, typed string) ([]string, cobra.ShellCompDirective) {
-		ctx, cancel := context.WithTimeout(cmd.Context(), completionTime)
+		ctx, cancel := context.WithTimeout(cmd.Context(), completionTimeout)
 		defer cancel()
 		c, err := client.Dial(ctx, o.Socket)
 		if err != nil {

@@ -19,8 +19,8 @@ import (
 // defaultGrace is the grace period of containers that do not state their pod's.
 const defaultGrace = 30 * time.Second
 
-// drainTime bounds the wait for the last output of stopped containers.
-const drainTime = 10 * time.Second
+// drainTimeout bounds the wait for the last output of stopped containers.
+const drainTimeout = 10 * time.Second
 
 // Stop stops the containers of a pod at the same time, within the pod's grace period, and then the
 // pod. At the end of ctx it kills them at once. Containers of Run and of kubelet state the grace
@@ -79,7 +79,7 @@ func (r *podRun) stop(now context.Context) error {
 	if err != nil {
 		r.end() // do not wait for a container that could not be stopped
 	}
-	tooLong := time.AfterFunc(drainTime, r.end)
+	tooLong := time.AfterFunc(drainTimeout, r.end)
 	defer tooLong.Stop()
 	r.waits.Wait()
 	return err

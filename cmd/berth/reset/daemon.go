@@ -31,13 +31,13 @@ func daemonOf(cfg *config.Config) (int, error) {
 	return 0, nil
 }
 
-// lockPatience is how long a lock may stay taken after its daemon was killed: a child of the daemon
+// lockTimeout is how long a lock may stay taken after its daemon was killed: a child of the daemon
 // keeps the lock between fork and exec.
-const lockPatience = 500 * time.Millisecond
+const lockTimeout = 500 * time.Millisecond
 
-// tryLock takes a shared lock on file. It repeats the attempt for lockPatience.
+// tryLock takes a shared lock on file. It repeats the attempt for lockTimeout.
 func tryLock(file *os.File) error {
-	for deadline := time.Now().Add(lockPatience); ; time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(lockTimeout); ; time.Sleep(10 * time.Millisecond) {
 		err := unix.Flock(int(file.Fd()), unix.LOCK_SH|unix.LOCK_NB)
 		if !errors.Is(err, unix.EWOULDBLOCK) || time.Now().After(deadline) {
 			return err
@@ -73,13 +73,13 @@ func holderOf(path string) (int, error) {
 	return pid, nil
 }
 
-// stopLimit bounds the daemon's shutdown, which takes up to 35 seconds.
-const stopLimit = 45 * time.Second
+// stopTimeout bounds the daemon's shutdown, which takes up to 35 seconds.
+const stopTimeout = 45 * time.Second
 
 // stopDaemon stops the daemon and waits for its end. systemd would restart the process of a unit,
 // so systemctl stops the unit and its sockets.
 func stopDaemon(ctx context.Context, pid int) error {
-	ctx, cancel := context.WithTimeout(ctx, stopLimit)
+	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()
 	if unit := unitOf(pid); unit != "" {
 		return stopUnit(ctx, unit)

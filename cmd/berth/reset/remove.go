@@ -125,13 +125,13 @@ func left(m *sandbox.Manager, cfg *config.Config, unknown []ownership.Launch) ([
 	return ids, err
 }
 
-// removalLimit bounds the wait for unfinished work of an earlier daemon, which continues in the
+// removalTimeout bounds the wait for unfinished work of an earlier daemon, which continues in the
 // background.
-const removalLimit = 30 * time.Second
+const removalTimeout = 30 * time.Second
 
 // awaitRemoval waits until no pod or container is left.
 func awaitRemoval(ctx context.Context, left func() ([]string, error)) error {
-	ctx, cancel := context.WithTimeout(ctx, removalLimit)
+	ctx, cancel := context.WithTimeout(ctx, removalTimeout)
 	defer cancel()
 	for {
 		ids, err := left()

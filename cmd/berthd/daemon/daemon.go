@@ -193,7 +193,7 @@ type assembly struct {
 func newAssembly(cfg *config.Config, log *slog.Logger) *assembly {
 	return &assembly{
 		cfg:      cfg,
-		shutdown: newShutdown(stopLimit),
+		shutdown: newShutdown(stopTimeout),
 		closing:  cleanup.New(),
 		metrics:  exporter.New(version.Get()),
 		log:      log,

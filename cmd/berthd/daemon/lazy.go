@@ -6,10 +6,9 @@ import (
 
 	"berth/cmd/berthd/memory"
 	"berth/cmd/config"
+	"berth/image/blobindex"
 	"berth/image/lazy"
 	"berth/image/lazy/fill"
-	blobindex "berth/image/lazy/index"
-	"berth/image/lazy/indexes"
 	"berth/sandbox/state"
 	"berth/shim"
 )
@@ -46,7 +45,7 @@ func isFanotify(f *os.File) bool {
 // indexBytes returns the limit of all indexes of blobs.
 func indexBytes(cfg *config.Config) int64 {
 	if cfg.IndexBytes == 0 && cfg.LazyPolicy != lazy.Off {
-		return indexes.DefaultMaxBytes
+		return blobindex.DefaultMaxBytes
 	}
 	return int64(cfg.IndexBytes)
 }

@@ -8,19 +8,19 @@ import (
 )
 
 const (
-	// stopLimit bounds the shutdown after the signal. systemd kills the daemon after
+	// stopTimeout bounds the shutdown after the signal. systemd kills the daemon after
 	// TimeoutStopSec.
-	stopLimit = 35 * time.Second
-	// lateLimit is how long a step may run past that limit, to start or to react to it.
-	lateLimit = time.Second
+	stopTimeout = 35 * time.Second
+	// lateTimeout is how long a step may run past that timeout, to start or to react to it.
+	lateTimeout = time.Second
 )
 
 // shutdown is the time limit of the shutdown. All parts share it, because each part's own limit
 // would exceed systemd's. It starts with the first call of deadline.
 type shutdown struct{ deadline func() time.Time }
 
-func newShutdown(limit time.Duration) shutdown {
-	return shutdown{sync.OnceValue(func() time.Time { return time.Now().Add(limit) })}
+func newShutdown(timeout time.Duration) shutdown {
+	return shutdown{sync.OnceValue(func() time.Time { return time.Now().Add(timeout) })}
 }
 
 // within bounds a step of the shutdown. It does not wait longer for a step that ignores its
@@ -31,7 +31,7 @@ func (s shutdown) within(step func(context.Context) error) func() error {
 		defer cancel()
 		done := make(chan error, 1)
 		go func() { done <- step(ctx) }()
-		late := time.NewTimer(max(time.Until(s.deadline()), 0) + lateLimit)
+		late := time.NewTimer(max(time.Until(s.deadline()), 0) + lateTimeout)
 		defer late.Stop()
 		select {
 		case err := <-done:

@@ -25,7 +25,7 @@ func TestStepsShareShutdownLimit(t *testing.T) {
 		if err := e.within(heeds)(); err != nil || time.Since(begin) != 10*time.Second {
 			t.Errorf("a step that heeds its context: %v after %v", err, time.Since(begin))
 		}
-		if err := e.closer(hangs)(); !errors.Is(err, context.DeadlineExceeded) || time.Since(begin) != 10*time.Second+lateLimit {
+		if err := e.closer(hangs)(); !errors.Is(err, context.DeadlineExceeded) || time.Since(begin) != 10*time.Second+lateTimeout {
 			t.Errorf("a step that hangs: %v after %v", err, time.Since(begin))
 		}
 		if err := e.closer(func() error { return failed })(); err != failed {

@@ -14,8 +14,8 @@ import (
 	"berth/server"
 )
 
-// flushLimit bounds how long the shutdown waits for the collector.
-const flushLimit = 2 * time.Second
+// flushTimeout bounds how long the shutdown waits for the collector.
+const flushTimeout = 2 * time.Second
 
 // startTracing starts the export of traces, or returns nil if none is configured. The shutdown
 // sends traces that are still queued.
@@ -40,7 +40,7 @@ func startTracing(cfg *config.Config, limit shutdown, closing *cleanup.List, log
 		return nil, err
 	}
 	closing.Add("flush traces", limit.within(func(ctx context.Context) error {
-		ctx, cancel := context.WithTimeout(ctx, flushLimit)
+		ctx, cancel := context.WithTimeout(ctx, flushTimeout)
 		defer cancel()
 		if err := exporter.Close(ctx); err != nil {
 			log.Warn("flush traces", "error", err) // not a failure of the daemon

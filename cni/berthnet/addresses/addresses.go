@@ -49,13 +49,13 @@ const (
 	maxLast = 256
 )
 
-// LockPatience bounds Lock. It is three times the timeout of the node's bridge lock (links.Lock),
+// LockTimeout bounds Lock. It is three times the timeout of the node's bridge lock (links.Lock),
 // because a holder of this lock may wait for the bridge lock.
-const LockPatience = 30 * time.Second
+const LockTimeout = 30 * time.Second
 
 // Store is a directory of addresses. Its methods may be called concurrently.
 type Store struct {
-	Patience time.Duration // limit of Lock; 0: LockPatience
+	LockTimeout time.Duration // of Lock; 0: LockTimeout
 
 	dir string
 }
@@ -100,11 +100,11 @@ func Check(dir string) error {
 // Inspect returns the store in a directory for reading. The directory may not exist.
 func Inspect(dir string) *Store { return &Store{dir: dir} }
 
-// Lock takes the store's lock. After the store's patience, or when ctx ends, it returns
+// Lock takes the store's lock. After the timeout, or when ctx ends, it returns
 // context.DeadlineExceeded with the lock's path. The kernel releases the lock when the process
 // exits.
 func (s *Store) Lock(ctx context.Context) (unlock func(), err error) {
-	ctx, cancel := context.WithTimeout(ctx, cmp.Or(s.Patience, LockPatience))
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(s.LockTimeout, LockTimeout))
 	defer cancel()
 	unlock, err = lockfile.Wait(ctx, filepath.Join(s.dir, lockName), lockfile.Exclusive)
 	if err != nil {

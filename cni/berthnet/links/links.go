@@ -106,9 +106,9 @@ func SetUp(a Attachment) error {
 	return a.awaitForwarding()
 }
 
-// linkTime bounds the time until a port with a carrier forwards packets. A work queue of the kernel
-// enables the port, and waits for the lock of all network devices.
-const linkTime = 5 * time.Second
+// linkTimeout bounds the time until a port with a carrier forwards packets. A work queue of the
+// kernel enables the port, and waits for the lock of all network devices.
+const linkTimeout = 5 * time.Second
 
 // awaitForwarding waits until the bridge forwards the pod's packets. The bridge drops earlier
 // packets, and the pod would repeat its first neighbour request only after a second. The CNI plugin
@@ -126,8 +126,8 @@ func (a *Attachment) awaitForwarding() error {
 		if state == netlink.OperUp {
 			return nil
 		}
-		if time.Since(begin) > linkTime {
-			return fmt.Errorf("port %s does not forward after %v: it is %v", port, linkTime, state)
+		if time.Since(begin) > linkTimeout {
+			return fmt.Errorf("port %s does not forward after %v: it is %v", port, linkTimeout, state)
 		}
 		time.Sleep(pause)
 	}

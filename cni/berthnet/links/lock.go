@@ -17,20 +17,20 @@ const (
 	turnPath = "/run/berth-net.turn"
 )
 
-// lockPatience bounds Lock. A holder needs only a few system calls. After this time others report
+// lockTimeout bounds Lock. A holder needs only a few system calls. After this time others report
 // an error, so that they do not hold their other locks any longer.
-const lockPatience = 10 * time.Second
+const lockTimeout = 10 * time.Second
 
 // Lock prevents changes of bridges' owners. Callers that create a port use Shared until the port
 // exists, because the port shows the owner. Callers of MakeBridge use Exclusive. After
-// lockPatience, or when ctx ends, Lock returns context.DeadlineExceeded. Lock order: the lock of a
+// lockTimeout, or when ctx ends, Lock returns context.DeadlineExceeded. Lock order: the lock of a
 // network's addresses comes first. The kernel releases the lock when the process exits.
 func Lock(ctx context.Context, mode lockfile.Mode) (unlock func(), err error) {
-	return lockWithin(ctx, mode, lockPatience)
+	return lockWithin(ctx, mode, lockTimeout)
 }
 
-func lockWithin(ctx context.Context, mode lockfile.Mode, patience time.Duration) (unlock func(), err error) {
-	ctx, cancel := context.WithTimeout(ctx, patience)
+func lockWithin(ctx context.Context, mode lockfile.Mode, timeout time.Duration) (unlock func(), err error) {
+	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
 	next, err := lockfile.Wait(ctx, turnPath, mode)
 	if err != nil {
@@ -43,15 +43,15 @@ func lockWithin(ctx context.Context, mode lockfile.Mode, patience time.Duration)
 	return unlock, nil
 }
 
-// checkPatience bounds CheckLock. A process that creates a bridge holds the lock exclusively while
+// checkTimeout bounds CheckLock. A process that creates a bridge holds the lock exclusively while
 // it reads all routes and waits for other network changes.
-const checkPatience = 4 * time.Second
+const checkTimeout = 4 * time.Second
 
 // CheckLock returns the error that Lock would return, or nil. It also fails if another process
-// holds the lock exclusively for longer than checkPatience, or until ctx ends. It takes no lock and
+// holds the lock exclusively for longer than checkTimeout, or until ctx ends. It takes no lock and
 // creates no file.
 func CheckLock(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, checkPatience)
+	ctx, cancel := context.WithTimeout(ctx, checkTimeout)
 	defer cancel()
 	if err := errors.Join(lockfile.CheckShared(ctx, turnPath), lockfile.CheckShared(ctx, lockPath)); err != nil {
 		return fmt.Errorf("lock bridges: %w", err)

@@ -9,7 +9,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 )
@@ -25,7 +25,7 @@ func (l *Layer) verifyBlob(ctx context.Context) error {
 		if err == nil {
 			return l.proveIndex(ctx, io.NewSectionReader(l.blob, 0, l.x.BlobSize))
 		}
-		if !errors.Is(err, index.ErrMismatch) {
+		if !errors.Is(err, blobindex.ErrMismatch) {
 			return err
 		}
 		if mismatches++; mismatches >= maxMismatches {
@@ -42,7 +42,7 @@ func (l *Layer) verifyBlob(ctx context.Context) error {
 	}
 }
 
-// hashBlob returns an error that wraps index.ErrMismatch if the kept blob has another digest.
+// hashBlob returns an error that wraps blobindex.ErrMismatch if the kept blob has another digest.
 func (l *Layer) hashBlob(ctx context.Context) error {
 	h := l.x.Blob.Algorithm().Hash()
 	buf := make([]byte, blobBuffer)
@@ -54,13 +54,13 @@ func (l *Layer) hashBlob(ctx context.Context) error {
 		if _, err := l.blob.ReadAt(part, at); err != nil && !errors.Is(err, io.EOF) {
 			return errdefs.New(codes.DataLoss, "read the kept blob: %w", err)
 		} else if err != nil {
-			return fmt.Errorf("%w %s: it is shorter", index.ErrMismatch, l.x.Blob)
+			return fmt.Errorf("%w %s: it is shorter", blobindex.ErrMismatch, l.x.Blob)
 		}
 		h.Write(part)
 		at += int64(len(part))
 	}
 	if d := digest.NewDigest(l.x.Blob.Algorithm(), h); d != l.x.Blob {
-		return fmt.Errorf("%w %s, but of %s", index.ErrMismatch, l.x.Blob, d)
+		return fmt.Errorf("%w %s, but of %s", blobindex.ErrMismatch, l.x.Blob, d)
 	}
 	return nil
 }

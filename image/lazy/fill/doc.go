@@ -3,7 +3,7 @@
 // # Contract
 //
 // The data file of a layer (image/layer) is sparse at first. An index of the blob
-// (image/lazy/index) says which part of the blob has which part of the file. The Engine fills the
+// (image/blobindex) says which part of the blob has which part of the file. The Engine fills the
 // file: in the background, and at once where a process reads. A reader of a missing range waits. It
 // gets the right bytes, or EIO after the configured time; never other bytes. The Engine verifies
 // every byte of the blob before anything decompresses it (but see "Tables of contents"), and the
@@ -31,7 +31,7 @@
 //
 // # Tables of contents
 //
-// An index of chunks (package index) is made of the table of contents in a blob. The manifest's
+// An index of chunks (package blobindex) is made of the table of contents in a blob. The manifest's
 // digest covers the table, but nothing shows yet that the table describes the tar. Bytes of the
 // blob are verified after they were decompressed, by the digests of the chunks. If the index is
 // sealed, they are verified before.

@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sync/semaphore"
 	"golang.org/x/sys/unix"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/internal/cleanup"
 	"berth/internal/lograte"
 	"berth/internal/task"
@@ -44,7 +44,7 @@ type Inflater interface {
 	// Span returns the out bytes of the tar that in has. in is the span's part of the blob, from
 	// p.In on, and is verified. Another length, or an error with the code DataLoss, means that the
 	// index is wrong.
-	Span(ctx context.Context, p index.Point, in []byte, out int64) ([]byte, error)
+	Span(ctx context.Context, p blobindex.Point, in []byte, out int64) ([]byte, error)
 	Close() error
 }
 
@@ -88,8 +88,8 @@ const (
 	syncBytes = 64 << 20
 	// maxBackground is how many requests fill layers in the background at a time.
 	maxBackground = 4
-	// closeLimit limits the wait for each layer in Close.
-	closeLimit = 5 * time.Second
+	// closeTimeout limits the wait for each layer in Close.
+	closeTimeout = 5 * time.Second
 )
 
 func (c *Config) setDefaults() {
@@ -254,7 +254,7 @@ func (e *Engine) Stats() Stats {
 func (e *Engine) Close() error {
 	e.life.Close()
 	e.life.Cancel()
-	err := e.life.WaitFor(closeLimit)
+	err := e.life.WaitFor(closeTimeout)
 	for _, l := range e.layers {
 		err = errors.Join(err, l.end())
 	}

@@ -20,7 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
 )
@@ -94,7 +94,7 @@ func TestSingleFlight(t *testing.T) {
 	testutil.Must(t, readers.Wait())
 	w.wait(t)
 	testutil.Must(t, w.l.Err())
-	if n, most := w.source.bytes.Load(), int64(len(w.layer.blob)+2*w.l.x.Spans()*index.Grid); n > most {
+	if n, most := w.source.bytes.Load(), int64(len(w.layer.blob)+2*w.l.x.Spans()*blobindex.Grid); n > most {
 		t.Errorf("%d bytes were requested, at most %d are needed", n, most)
 	}
 }
@@ -229,7 +229,7 @@ func TestWrongBytes(t *testing.T) {
 		}
 	}
 	<-w.l.Done()
-	if err := w.l.Err(); errdefs.Code(err) != codes.DataLoss || !errors.Is(err, index.ErrMismatch) {
+	if err := w.l.Err(); errdefs.Code(err) != codes.DataLoss || !errors.Is(err, blobindex.ErrMismatch) {
 		t.Error(err)
 	}
 	if w.source.rejected.Load() < maxMismatches {
@@ -252,10 +252,10 @@ func TestWrongBytesAtTheSameTime(t *testing.T) {
 			t.Fatalf("the layer was given up in round %d: %v", round, w.l.Err())
 		}
 		for range maxRunners[forFaults] + maxRunners[inBackground] {
-			w.l.after(job{mismatches: round}, index.ErrMismatch)
+			w.l.after(job{mismatches: round}, blobindex.ErrMismatch)
 		}
 	}
-	if !errors.Is(w.l.Err(), index.ErrMismatch) {
+	if !errors.Is(w.l.Err(), blobindex.ErrMismatch) {
 		t.Error(w.l.Err())
 	}
 }
@@ -495,7 +495,7 @@ func TestProof(t *testing.T) {
 		"cannot be shown": {100, nil, false, 10},
 	} {
 		t.Run(name, func(t *testing.T) {
-			layer := makeLayer(t, 1, 40, index.Gzip)
+			layer := makeLayer(t, 1, 40, blobindex.Gzip)
 			layer.chunked(t)
 			calls := 0
 			w := newWorldWith(t, layer, nil, func(_ context.Context, blob *io.SectionReader) error {
@@ -528,7 +528,7 @@ func TestProof(t *testing.T) {
 
 // Spans without content are not fetched.
 func TestOwnIndexNeedsContentOnly(t *testing.T) {
-	layer := emptyFiles(t, index.None)
+	layer := emptyFiles(t, blobindex.None)
 	w := newWorldOf(t, layer, nil)
 	w.open()
 	w.e.Start()

@@ -8,7 +8,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/unpack/tarsplit"
 	"berth/internal/errdefs"
 )
@@ -28,7 +28,7 @@ func (noContent) ReadContent(tarsplit.Ref, []byte, int64) error { return io.ErrU
 
 // extentsOf reads the extents from the record of an index. berth-unpack wrote the record and may
 // have been compromised, so an order or range that unpacking cannot produce is DataLoss.
-func extentsOf(x *index.Index) (list extents, err error) {
+func extentsOf(x *blobindex.Index) (list extents, err error) {
 	if x.OfChunks() {
 		return extentsOfChunks(x.Chunks), nil
 	}
@@ -54,7 +54,7 @@ func extentsOf(x *index.Index) (list extents, err error) {
 // extentsOfChunks returns the extents of chunks, whose places are consistent. Chunks that follow
 // each other in both files become one extent. So the end of an extent is that of a file, or of a
 // block.
-func extentsOfChunks(chunks []index.Chunk) (list extents) {
+func extentsOfChunks(chunks []blobindex.Chunk) (list extents) {
 	for i := range chunks {
 		c := &chunks[i]
 		if n := len(list); n > 0 && list[n-1].tar+list[n-1].size == c.Out && list[n-1].data+list[n-1].size == c.Data {

@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/tree"
 	"berth/image/unpack/tarsplit"
 	"berth/internal/errdefs"
@@ -197,7 +197,7 @@ func (l *Layer) after(j job, err error) (failures int) {
 	l.failures++
 	failures = l.failures
 	// Requests at the same time go to the same host. They count once.
-	if errors.Is(err, index.ErrMismatch) && l.mismatches == j.mismatches {
+	if errors.Is(err, blobindex.ErrMismatch) && l.mismatches == j.mismatches {
 		l.mismatches++
 	}
 	lost := errdefs.Code(err) == codes.DataLoss || l.mismatches >= maxMismatches
@@ -255,7 +255,7 @@ func (l *Layer) do(kind int, j job) error {
 func (l *Layer) memory(j job) (most int64) {
 	for i := j.first; i <= j.last; i++ {
 		_, in := l.x.GridRange(i, i)
-		most = max(most, in+index.Grid+l.x.Span(i).OutSize)
+		most = max(most, in+blobindex.Grid+l.x.Span(i).OutSize)
 	}
 	return most
 }
@@ -317,12 +317,12 @@ func (l *Layer) fill(ctx context.Context, in *gridReader, i int) error {
 }
 
 // decompress returns the bytes of the tar in a span, from its verified bytes of the blob.
-func (l *Layer) decompress(ctx context.Context, s index.Span, raw []byte) (tar []byte, err error) {
+func (l *Layer) decompress(ctx context.Context, s blobindex.Span, raw []byte) (tar []byte, err error) {
 	tar = raw
 	switch {
 	case s.OutSize == 0: // after the tar's end, for example an empty gzip member
 		return nil, nil
-	case l.x.Kind != index.None:
+	case l.x.Kind != blobindex.None:
 		tar, err = l.inflater.span(ctx, s.Point, raw, s.OutSize)
 		if errdefs.Code(err) == codes.DataLoss {
 			return nil, wrongIndex("%w", err)
@@ -338,10 +338,10 @@ func (l *Layer) decompress(ctx context.Context, s index.Span, raw []byte) (tar [
 }
 
 // inflate is decompress that also verifies what was not verified before.
-func (l *Layer) inflate(ctx context.Context, i int, s index.Span, raw []byte) ([]byte, error) {
+func (l *Layer) inflate(ctx context.Context, i int, s blobindex.Span, raw []byte) ([]byte, error) {
 	tar, err := l.decompress(ctx, s, raw)
 	if l.x.OfChunks() && !l.x.Sealed() && errors.Is(err, ErrWrongIndex) {
-		return nil, fmt.Errorf("%w: %s", index.ErrMismatch, err.Error()) // raw may be other bytes than those of the blob
+		return nil, fmt.Errorf("%w: %s", blobindex.ErrMismatch, err.Error()) // raw may be other bytes than those of the blob
 	}
 	if err != nil {
 		return nil, err
@@ -368,7 +368,7 @@ func (l *Layer) write(part []byte, at int64) error {
 var zeros [tree.BlockSize]byte
 
 // filled notes that a span is filled, and answers the accesses that waited for it alone.
-func (l *Layer) filled(i int, s index.Span) {
+func (l *Layer) filled(i int, s blobindex.Span) {
 	e := l.e
 	var ready []*waiter
 	e.mu.Lock()

@@ -6,14 +6,14 @@ import (
 	"fmt"
 	"io"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/internal/errdefs"
 	"berth/internal/task"
 )
 
 // gridReader reads the verified spans of one request, in order. It keeps one span in memory.
 type gridReader struct {
-	x      *index.Index
+	x      *blobindex.Index
 	body   io.ReadCloser // nil: the request has no bytes
 	offset int64         // in the blob, of buf
 	buf    []byte        // verified
@@ -36,7 +36,7 @@ func (g *gridReader) close() {
 }
 
 // span returns a span and the blob's bytes of it. They are valid until the next call.
-func (g *gridReader) span(i int) (s index.Span, raw []byte, err error) {
+func (g *gridReader) span(i int) (s blobindex.Span, raw []byte, err error) {
 	s = g.x.Span(i)
 	offset, size := g.x.GridRange(i, i)
 	drop := min(max(offset-g.offset, 0), int64(len(g.buf)))
@@ -77,7 +77,7 @@ func (g *gridReader) read(n int64) error {
 
 // rejectIf tells the source if an error means that it has sent other bytes than those of the blob.
 func (g *gridReader) rejectIf(err error) {
-	if r, ok := g.body.(Rejecter); ok && errors.Is(err, index.ErrMismatch) {
+	if r, ok := g.body.(Rejecter); ok && errors.Is(err, blobindex.ErrMismatch) {
 		r.Reject()
 	}
 }
@@ -99,7 +99,7 @@ func (i *inflater) acquire(ctx context.Context) error {
 }
 
 // span decompresses one span. After an error the next call starts another Inflater.
-func (i *inflater) span(ctx context.Context, p index.Point, in []byte, out int64) ([]byte, error) {
+func (i *inflater) span(ctx context.Context, p blobindex.Point, in []byte, out int64) ([]byte, error) {
 	if err := i.acquire(ctx); err != nil {
 		return nil, err
 	}

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
@@ -45,7 +45,7 @@ func isIncomplete(fd int) (bool, error) {
 // Prepare creates the files of an incomplete layer in a directory: the sparse data file,
 // FilledFile, and BlobFile for an index of chunks. It does not sync. The caller writes the other
 // files.
-func Prepare(dir string, x *index.Index) (err error) {
+func Prepare(dir string, x *blobindex.Index) (err error) {
 	failpoint.Reach("lazy.make-data")
 	data, err := os.OpenFile(filepath.Join(dir, DataFile), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
@@ -110,7 +110,7 @@ var maxRunners = [kinds]int{forFaults: 2, inBackground: 2, forHash: 1}
 type Layer struct {
 	e      *Engine
 	name   string
-	x      *index.Index // without Tree and Record
+	x      *blobindex.Index // without Tree and Record
 	source Source
 	life   *task.Lifetime
 
@@ -170,7 +170,7 @@ type Prove func(ctx context.Context, blob *io.SectionReader) error
 //
 // When Add has returned, the mark is set: the data file may be mounted. Errors: DataLoss if the
 // index cannot be one of this layer; then Refuse it.
-func (e *Engine) Add(dir string, x *index.Index, source Source,
+func (e *Engine) Add(dir string, x *blobindex.Index, source Source,
 	newInflater func() (Inflater, error), prove Prove) (_ *Layer, err error) {
 	undo := cleanup.New()
 	defer undo.Run(&err)
@@ -206,7 +206,7 @@ func (e *Engine) Refuse(dir string) (err error) {
 }
 
 // load opens the files and reads what is filled.
-func (l *Layer) load(dir string, x *index.Index, undo *cleanup.List) (err error) {
+func (l *Layer) load(dir string, x *blobindex.Index, undo *cleanup.List) (err error) {
 	if x.OfChunks() != (l.prove != nil) {
 		return errdefs.New(codes.DataLoss, "an index of chunks without a proof, or another one with it")
 	}
@@ -524,11 +524,11 @@ func (l *Layer) detachAll() (list []*waiter) {
 func (l *Layer) end() error {
 	l.life.Close()
 	l.life.Cancel()
-	err := l.life.WaitFor(closeLimit)
+	err := l.life.WaitFor(closeTimeout)
 	if err != nil {
 		return fmt.Errorf("lazy layer %s: %w", l.name, err) // its files are in use
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), closeLimit)
+	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
 	defer cancel()
 	if !l.Complete() && l.Err() == nil {
 		err = l.sync(ctx)

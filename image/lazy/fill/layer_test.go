@@ -20,8 +20,8 @@ import (
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
+	"berth/image/blobindex"
 	"berth/image/erofs"
-	"berth/image/lazy/index"
 	"berth/image/unpack"
 	"berth/internal/rootfs"
 	"berth/internal/testutil"
@@ -32,14 +32,14 @@ const testSpan = 128 << 10
 
 // testLayer is a layer with its blob.
 type testLayer struct {
-	x     *index.Index
+	x     *blobindex.Index
 	blob  []byte
 	tar   []byte
 	files map[string][]byte
 }
 
 // makeLayer makes a layer of n files of random sizes.
-func makeLayer(t testing.TB, seed uint64, n int, kind index.Compression) *testLayer {
+func makeLayer(t testing.TB, seed uint64, n int, kind blobindex.Compression) *testLayer {
 	t.Helper()
 	random := rand.New(rand.NewPCG(seed, 7))
 	noise := rand.NewChaCha8([32]byte{byte(seed)})
@@ -61,7 +61,7 @@ func makeLayer(t testing.TB, seed uint64, n int, kind index.Compression) *testLa
 }
 
 // index makes the blob and the index of a tar.
-func (l *testLayer) index(t testing.TB, whole []byte, kind index.Compression) {
+func (l *testLayer) index(t testing.TB, whole []byte, kind blobindex.Compression) {
 	t.Helper()
 	l.tar = whole
 	dir := t.TempDir()
@@ -77,15 +77,15 @@ func (l *testLayer) index(t testing.TB, whole []byte, kind index.Compression) {
 	testutil.Must(t, err)
 	st, err := files["data"].Stat()
 	testutil.Must(t, err)
-	l.x = &index.Index{DiffID: result.Digest, TarSize: int64(len(whole)), Kind: kind, DataSize: st.Size()}
+	l.x = &blobindex.Index{DiffID: result.Digest, TarSize: int64(len(whole)), Kind: kind, DataSize: st.Size()}
 	l.x.Tree, err = os.ReadFile(files["tree"].Name())
 	testutil.Must(t, err)
 	l.x.Record, err = os.ReadFile(files["tar"].Name())
 	testutil.Must(t, err)
 	for at := 0; at < len(whole); at += testSpan {
-		l.x.Points = append(l.x.Points, index.Point{In: int64(len(l.blob)), Out: int64(at), Start: true})
+		l.x.Points = append(l.x.Points, blobindex.Point{In: int64(len(l.blob)), Out: int64(at), Start: true})
 		part := whole[at:min(len(whole), at+testSpan)]
-		if kind == index.None {
+		if kind == blobindex.None {
 			l.blob = append(l.blob, part...)
 			continue
 		}
@@ -97,7 +97,7 @@ func (l *testLayer) index(t testing.TB, whole []byte, kind index.Compression) {
 		testutil.Must(t, z.Close())
 		l.blob = append(l.blob, member.Bytes()...)
 	}
-	h := index.NewHash()
+	h := blobindex.NewHash()
 	_, _ = h.Write(l.blob)
 	l.x.Blob, l.x.BlobSize = digest.NewDigest(digest.SHA256, h), int64(len(l.blob))
 	l.x.States, err = h.States(l.x.BlobSize)
@@ -113,7 +113,7 @@ func (l *testLayer) chunked(t testing.TB) {
 		s := l.x.Span(i)
 		testutil.Must(t, contents.inTar(s.Out, s.OutSize, func(tar, data, size int64) error {
 			l.x.Chunks = append(l.x.Chunks,
-				index.Chunk{Out: tar, Size: size, Data: data, Sum: sha256.Sum256(l.tar[tar:][:size])})
+				blobindex.Chunk{Out: tar, Size: size, Data: data, Sum: sha256.Sum256(l.tar[tar:][:size])})
 			return nil
 		}))
 	}
@@ -121,7 +121,7 @@ func (l *testLayer) chunked(t testing.TB) {
 }
 
 // emptyFiles makes a layer whose first spans have the headers of empty files alone.
-func emptyFiles(t testing.TB, kind index.Compression) *testLayer {
+func emptyFiles(t testing.TB, kind blobindex.Compression) *testLayer {
 	t.Helper()
 	l := &testLayer{files: map[string][]byte{"file": bytes.Repeat([]byte("content"), 10_000)}}
 	var out bytes.Buffer
@@ -215,7 +215,7 @@ func (s *fakeSource) Range(ctx context.Context, offset, size int64) (io.ReadClos
 	}
 	p := bytes.Clone(s.blob[offset:][:size])
 	if bad {
-		for i := 0; i < len(p); i += index.Grid {
+		for i := 0; i < len(p); i += blobindex.Grid {
 			p[i] ^= 1
 		}
 	}
@@ -237,7 +237,7 @@ type fakeInflater struct {
 }
 
 // Span implements Inflater.
-func (f *fakeInflater) Span(_ context.Context, _ index.Point, in []byte, out int64) ([]byte, error) {
+func (f *fakeInflater) Span(_ context.Context, _ blobindex.Point, in []byte, out int64) ([]byte, error) {
 	z, err := gzip.NewReader(bytes.NewReader(in))
 	if err != nil {
 		return nil, err
@@ -267,7 +267,7 @@ type world struct {
 // it is told otherwise.
 func newWorld(t testing.TB, n int, change func(*Config)) *world {
 	t.Helper()
-	return newWorldOf(t, makeLayer(t, 1, n, index.Gzip), change)
+	return newWorldOf(t, makeLayer(t, 1, n, blobindex.Gzip), change)
 }
 
 // newWorldOf is newWorld with another layer.

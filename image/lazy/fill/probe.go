@@ -21,8 +21,8 @@ import (
 // probeBlocks is the size of the probe's data file, in blocks. Each is one file of the image.
 const probeBlocks = 2
 
-// probeLimit limits the probe.
-const probeLimit = 10 * time.Second
+// probeTimeout limits the probe.
+const probeTimeout = 10 * time.Second
 
 // probe checks that the kernel reports reads and page faults of an EROFS image before it reads the
 // data file in dir. It fills the file when they are reported, and compares what the readers get.
@@ -59,9 +59,9 @@ func probe(dir string) (err error) {
 	}
 	undo.Add("close mount", mount.Close)
 	filler := task.NewLifetime()
-	undo.Add("end filler", func() error { return filler.WaitFor(probeLimit) })
+	undo.Add("end filler", func() error { return filler.WaitFor(probeTimeout) })
 	undo.Add("stop filler", func() error { return g.file.SetReadDeadline(time.Unix(1, 0)) })
-	if err := g.file.SetReadDeadline(time.Now().Add(probeLimit)); err != nil {
+	if err := g.file.SetReadDeadline(time.Now().Add(probeTimeout)); err != nil {
 		return orUnsupported(err)
 	}
 	filler.Spawn(func() { fillProbe(g, data) })

@@ -21,7 +21,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/internal/testutil"
@@ -236,7 +236,7 @@ func TestTakeover(t *testing.T) {
 		var rows []*testLayer
 		var dirs []string
 		for i := range 2 {
-			l := makeLayer(t, uint64(round*2+i), 60, index.Gzip)
+			l := makeLayer(t, uint64(round*2+i), 60, blobindex.Gzip)
 			dir := l.write(t, filepath.Join(r.root, fmt.Sprintf("layer%d-%d", round, i)))
 			testutil.Must(t, os.WriteFile(filepath.Join(dir, "blob"), l.blob, 0o600))
 			testutil.Must(t, os.WriteFile(filepath.Join(dir, "index"), encodeTestIndex(l.x), 0o600))

@@ -3,11 +3,11 @@ package fill
 import (
 	"encoding/json"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 )
 
-// encodeTestIndex encodes an index whose spans are shorter than package index allows.
-func encodeTestIndex(x *index.Index) []byte {
+// encodeTestIndex encodes an index whose spans are shorter than package blobindex allows.
+func encodeTestIndex(x *blobindex.Index) []byte {
 	b, err := json.Marshal(x)
 	if err != nil {
 		panic(err)
@@ -15,7 +15,7 @@ func encodeTestIndex(x *index.Index) []byte {
 	return b
 }
 
-func decodeTestIndex(b []byte) (*index.Index, error) {
-	x := &index.Index{}
+func decodeTestIndex(b []byte) (*blobindex.Index, error) {
+	x := &blobindex.Index{}
 	return x, json.Unmarshal(b, x)
 }

@@ -10,7 +10,7 @@
 // whole, which is always possible. Read limits its memory; another process decompresses.
 //
 // The package fetches and stores nothing: its caller gives it the functions. A Table makes three
-// things. Index says where the chunks of files are in the blob (package index). Outline is a tar
+// things. Index says where the chunks of files are in the blob (package blobindex). Outline is a tar
 // with all entries, but with a byte in place of the content of a file. The unpack worker makes a
 // tree of it, by the same rules as of any tar. Place puts the real sizes and places of the contents
 // into this tree. The places are those that unpacking the blob would choose.

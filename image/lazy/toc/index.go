@@ -3,7 +3,7 @@ package toc
 import (
 	"github.com/opencontainers/go-digest"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/tree"
 )
 
@@ -14,8 +14,8 @@ const tailSpan = 8 << 20
 func (t *Table) Size() int64 { return t.size }
 
 // Index returns the index of the blob's chunks, without tree, record and summary.
-func (t *Table) Index(blob, diffID digest.Digest) *index.Index {
-	x := &index.Index{Blob: blob, BlobSize: t.ref.blobSize, DiffID: diffID, Kind: t.ref.kind}
+func (t *Table) Index(blob, diffID digest.Digest) *blobindex.Index {
+	x := &blobindex.Index{Blob: blob, BlobSize: t.ref.blobSize, DiffID: diffID, Kind: t.ref.kind}
 	starts, next := make([]int64, len(t.files)), int64(0)
 	for i, size := range t.files {
 		starts[i] = next
@@ -26,21 +26,22 @@ func (t *Table) Index(blob, diffID digest.Digest) *index.Index {
 		return t.sealedIndex(x, starts)
 	}
 	if t.chunks[0].offset > 0 {
-		x.Points = append(x.Points, index.Point{Start: true})
+		x.Points = append(x.Points, blobindex.Point{Start: true})
 	}
 	begin, out := int64(0), int64(0) // of the span in the tar, and its end
 	for i := range t.chunks {
 		c := &t.chunks[i]
 		if i == 0 || c.offset != t.chunks[i-1].offset {
 			begin = out
-			x.Points = append(x.Points, index.Point{In: c.offset, Out: begin, Start: true})
+			x.Points = append(x.Points, blobindex.Point{In: c.offset, Out: begin, Start: true})
 		}
-		x.Chunks = append(x.Chunks, index.Chunk{Out: begin + c.inner, Size: c.size, Data: starts[c.file] + c.at, Sum: c.sum})
+		x.Chunks = append(x.Chunks,
+			blobindex.Chunk{Out: begin + c.inner, Size: c.size, Data: starts[c.file] + c.at, Sum: c.sum})
 		out = begin + c.inner + c.size
 	}
 	x.TarSize = out
 	for at := t.end; at < t.ref.blobSize; at += tailSpan {
-		x.Points = append(x.Points, index.Point{In: at, Out: out, Start: true})
+		x.Points = append(x.Points, blobindex.Point{In: at, Out: out, Start: true})
 	}
 	return x
 }

@@ -15,7 +15,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 )
 
 // Annotations of a layer in a manifest.
@@ -41,7 +41,7 @@ const (
 	// maxBlob limits a blob. Its index has a point for each tailSpan.
 	maxBlob = 1 << 40
 	// maxTable limits a table, compressed or not.
-	maxTable = index.MaxSpan
+	maxTable = blobindex.MaxSpan
 )
 
 // ErrMalformed is wrapped by errors about tables that cannot be used.
@@ -53,7 +53,7 @@ func malformed(format string, args ...any) error {
 
 // Ref names the table of contents of a blob.
 type Ref struct {
-	kind         index.Compression
+	kind         blobindex.Compression
 	digest       digest.Digest
 	blobSize     int64
 	offset, size int64 // of the compressed table of zstd:chunked
@@ -70,10 +70,11 @@ func Find(blob ocispec.Descriptor) (r Ref, ok bool) {
 	}
 	position := cmp.Or(blob.Annotations[ChunkedPosition], blob.Annotations[chunkedPosition])
 	if position == "" {
-		r.kind, r.digest = index.Gzip, digest.Digest(blob.Annotations[StargzDigest])
+		r.kind, r.digest = blobindex.Gzip, digest.Digest(blob.Annotations[StargzDigest])
 		return r, isSHA256(r.digest)
 	}
-	r.kind, r.digest = index.Zstd, digest.Digest(cmp.Or(blob.Annotations[ChunkedDigest], blob.Annotations[chunkedDigest]))
+	r.kind = blobindex.Zstd
+	r.digest = digest.Digest(cmp.Or(blob.Annotations[ChunkedDigest], blob.Annotations[chunkedDigest]))
 	var numbers [4]int64
 	fields := strings.Split(position, ":")
 	if len(fields) != len(numbers) || !isSHA256(r.digest) {
@@ -111,7 +112,7 @@ type From struct {
 	Fetch func(ctx context.Context, offset, size int64) ([]byte, error)
 	// Inflate decompresses the beginning of a gzip member or zstd frame, out bytes. They are not
 	// verified, so another process must do it.
-	Inflate func(ctx context.Context, kind index.Compression, in []byte, out int64) ([]byte, error)
+	Inflate func(ctx context.Context, kind blobindex.Compression, in []byte, out int64) ([]byte, error)
 	// Ztoc returns the blob that OfZtoc was called for, with MaxZtoc bytes at most, unverified.
 	Ztoc func(ctx context.Context) ([]byte, error)
 }
@@ -122,7 +123,7 @@ func Read(ctx context.Context, r Ref, from From) (t *Table, err error) {
 	switch {
 	case r.ztoc:
 		t, err = readZtoc(ctx, r, from)
-	case r.kind == index.Zstd:
+	case r.kind == blobindex.Zstd:
 		t, err = readChunked(ctx, r, from)
 	default:
 		t, err = readStargz(ctx, r, from)
@@ -165,7 +166,7 @@ func inflateMember(ctx context.Context, member []byte, from From) ([]byte, error
 	if out > maxTable {
 		return nil, malformed("%d bytes decompressed", out)
 	}
-	return from.Inflate(ctx, index.Gzip, member, out)
+	return from.Inflate(ctx, blobindex.Gzip, member, out)
 }
 
 // minMember is the length of the smallest gzip member.

@@ -18,7 +18,7 @@ import (
 	"github.com/containerd/stargz-snapshotter/estargz"
 	"github.com/opencontainers/go-digest"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/lazy/toc"
 	"berth/image/lazy/toc/toctest"
 	"berth/image/tree"
@@ -69,9 +69,9 @@ func read(b *toctest.Blob) (*toc.Table, error) {
 		Fetch: func(_ context.Context, offset, size int64) ([]byte, error) {
 			return slices.Clone(b.Bytes[offset:][:size]), nil
 		},
-		Inflate: func(_ context.Context, kind index.Compression, in []byte, out int64) ([]byte, error) {
+		Inflate: func(_ context.Context, kind blobindex.Compression, in []byte, out int64) ([]byte, error) {
 			raw := make([]byte, out)
-			return raw, inflate.Span(kind, &index.Point{Start: true}, in, raw, inflate.MaxWindow)
+			return raw, inflate.Span(kind, &blobindex.Point{Start: true}, in, raw, inflate.MaxWindow)
 		},
 	})
 }
@@ -144,7 +144,7 @@ func checkTable(t *testing.T, b *toctest.Blob) {
 	x.TreeDigest, x.RecordDigest = digest.FromBytes(wantTree), digest.FromBytes(nil)
 	encodedIndex, err := x.Encode()
 	testutil.Must(t, err)
-	decoded, err := index.Decode(encodedIndex)
+	decoded, err := blobindex.Decode(encodedIndex)
 	testutil.Must(t, err)
 	if got := filled(t, decoded, b.Bytes); !bytes.Equal(got, wantData) {
 		t.Error("the decoded index gives other data")
@@ -152,7 +152,7 @@ func checkTable(t *testing.T, b *toctest.Blob) {
 }
 
 // filled fills a data file from the spans of a blob.
-func filled(t *testing.T, x *index.Index, blob []byte) []byte {
+func filled(t *testing.T, x *blobindex.Index, blob []byte) []byte {
 	t.Helper()
 	data, spans := make([]byte, x.DataSize), int64(0)
 	for i := range x.Spans() {
@@ -297,7 +297,7 @@ func FuzzTable(f *testing.F) {
 		}
 		table, err := toc.Read(t.Context(), ref, toc.From{
 			Fetch: func(_ context.Context, offset, size int64) ([]byte, error) { return b.Bytes[offset:][:size], nil },
-			Inflate: func(_ context.Context, _ index.Compression, in []byte, _ int64) ([]byte, error) {
+			Inflate: func(_ context.Context, _ blobindex.Compression, in []byte, _ int64) ([]byte, error) {
 				return slices.Clone(in), nil
 			},
 		})
@@ -317,7 +317,7 @@ func checkFuzzed(t *testing.T, table *toc.Table, err error, blob digest.Digest) 
 	x := table.Index(blob, digest.FromString("tar"))
 	x.TreeDigest, x.RecordDigest = digest.FromString("tree"), digest.FromBytes(nil)
 	if b, err := x.Encode(); err == nil {
-		if _, err := index.Decode(b); err != nil {
+		if _, err := blobindex.Decode(b); err != nil {
 			t.Fatal(err)
 		}
 	}

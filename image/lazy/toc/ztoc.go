@@ -10,7 +10,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/tree"
 	"berth/image/unpack"
 )
@@ -59,7 +59,7 @@ const ztocGzip = 1
 // and the window.
 const (
 	ztocHeader = 4 + 8 // the number of points, and the distance between them
-	ztocPoint  = 8 + 8 + 1 + index.WindowSize
+	ztocPoint  = 8 + 8 + 1 + blobindex.WindowSize
 	// gzipHeader is where the first point is, if it is not in the list: older versions of SOCI
 	// leave it out.
 	gzipHeader = 10
@@ -68,7 +68,7 @@ const (
 // OfZtoc returns the Ref of SOCI's table of a blob, which is a blob of its own. ok is false if
 // either cannot be used.
 func OfZtoc(blob, ztoc ocispec.Descriptor) (r Ref, ok bool) {
-	r = Ref{kind: index.Gzip, digest: ztoc.Digest, blobSize: blob.Size, ztoc: true}
+	r = Ref{kind: blobindex.Gzip, digest: ztoc.Digest, blobSize: blob.Size, ztoc: true}
 	fits := blob.Size > 0 && blob.Size <= maxBlob && ztoc.Size > 0 && ztoc.Size <= maxTable
 	return r, fits && isSHA256(blob.Digest) && isSHA256(ztoc.Digest)
 }
@@ -79,8 +79,8 @@ const MaxZtoc = maxTable
 // ztoc is what SOCI's table says of a blob, besides the entries.
 type ztoc struct {
 	tarSize int64
-	points  []index.Point
-	seals   []index.Seal
+	points  []blobindex.Point
+	seals   []blobindex.Seal
 
 	next int64 // end of the last content in the tar
 	span int   // of next
@@ -137,19 +137,19 @@ func parseZtoc(text []byte, blobSize int64) (*ztoc, error) {
 
 // setPoints reads the points. The first one gets a point for the header of the blob before it.
 func (z *ztoc) setPoints(b []byte, n int, blobSize int64) error {
-	z.points = []index.Point{{Start: true}}
+	z.points = []blobindex.Point{{Start: true}}
 	switch {
 	case len(b) < ztocHeader || int64(binary.LittleEndian.Uint32(b)) != int64(n):
 		return malformed("%d bytes of %d points", len(b), n)
 	case len(b) == ztocHeader+(n-1)*ztocPoint:
-		z.points = append(z.points, index.Point{In: gzipHeader})
+		z.points = append(z.points, blobindex.Point{In: gzipHeader})
 	case len(b) != ztocHeader+n*ztocPoint:
 		return malformed("%d bytes of %d points", len(b), n)
 	}
-	z.seals = make([]index.Seal, n+1)
-	var compressor index.WindowCompressor
+	z.seals = make([]blobindex.Seal, n+1)
+	var compressor blobindex.WindowCompressor
 	for b = b[ztocHeader:]; len(b) > 0; b = b[ztocPoint:] {
-		p := index.Point{In: int64(binary.LittleEndian.Uint64(b)), Out: int64(binary.LittleEndian.Uint64(b[8:])), Bits: b[16]} //nolint:gosec // checked below
+		p := blobindex.Point{In: int64(binary.LittleEndian.Uint64(b)), Out: int64(binary.LittleEndian.Uint64(b[8:])), Bits: b[16]} //nolint:gosec // checked below
 		before := &z.points[len(z.points)-1]
 		isFirst := len(z.points) == 1
 		if p.In <= before.In || p.In >= blobSize || isFirst != (p.Out == 0) || p.Out < before.Out ||
@@ -158,7 +158,7 @@ func (z *ztoc) setPoints(b []byte, n int, blobSize int64) error {
 			return malformed("point at %d of the blob and %d of the tar", p.In, p.Out)
 		}
 		var err error
-		window := b[ztocPoint-min(p.Out, index.WindowSize) : ztocPoint]
+		window := b[ztocPoint-min(p.Out, blobindex.WindowSize) : ztocPoint]
 		if p.Window, err = compressor.Compress(window); err != nil {
 			return err
 		}
@@ -205,10 +205,10 @@ func (s *surveyor) extent(e *entry) error {
 }
 
 // sealedIndex is Index of SOCI's table. Its tar ends with the last content.
-func (t *Table) sealedIndex(x *index.Index, starts []int64) *index.Index {
+func (t *Table) sealedIndex(x *blobindex.Index, starts []int64) *blobindex.Index {
 	for i := range t.chunks {
 		c := &t.chunks[i]
-		x.Chunks = append(x.Chunks, index.Chunk{Out: c.offset, Size: c.size, Data: starts[c.file] + c.at})
+		x.Chunks = append(x.Chunks, blobindex.Chunk{Out: c.offset, Size: c.size, Data: starts[c.file] + c.at})
 		x.TarSize = c.offset + c.size
 	}
 	x.Seals = t.ztoc.seals

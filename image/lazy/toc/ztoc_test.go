@@ -16,7 +16,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/lazy/toc"
 	"berth/image/lazy/toc/toctest"
 	"berth/internal/testutil"
@@ -69,7 +69,7 @@ func TestZtocOfSOCI(t *testing.T) {
 	table, err := read(b)
 	testutil.Must(t, err)
 	x := table.Index(digest.FromBytes(b.Bytes), b.DiffID)
-	inside := func(p index.Point) bool { return p.Bits > 0 && len(p.Window) > 0 }
+	inside := func(p blobindex.Point) bool { return p.Bits > 0 && len(p.Window) > 0 }
 	if x.Points[1].In <= 10 || !slices.ContainsFunc(x.Points, inside) {
 		t.Error("the table lacks a named header, or a point inside of a byte")
 	}
@@ -149,7 +149,7 @@ func TestSealsOfZtoc(t *testing.T) {
 		offset, size := x.GridRange(i, i)
 		raw := slices.Clone(b.Bytes[offset:][:size])
 		raw[len(raw)-1]++
-		if _, _, err := x.Opened(i, raw); !errors.Is(err, index.ErrMismatch) {
+		if _, _, err := x.Opened(i, raw); !errors.Is(err, blobindex.ErrMismatch) {
 			t.Errorf("span %d: %v", i, err)
 		}
 	}

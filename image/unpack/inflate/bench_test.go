@@ -11,7 +11,7 @@ import (
 	"github.com/klauspost/compress/zstd"
 	"golang.org/x/sys/unix"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/unpack/inflate/inflatetest"
 )
 
@@ -59,9 +59,9 @@ func BenchmarkPoints(b *testing.B) {
 			var written bytes.Buffer
 			before := cpuTime(b)
 			for b.Loop() {
-				var points *index.Recorder
+				var points *blobindex.Recorder
 				if written.Reset(); span > 0 {
-					points = index.NewRecorder(&written, span)
+					points = blobindex.NewRecorder(&written, span)
 				}
 				r, err := NewReader(bytes.NewReader(blob), MaxWindow, points)
 				if err != nil {

@@ -4,7 +4,7 @@ import (
 	"bytes"
 	"fmt"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 )
 
 // HeadSize is how many bytes Detect needs.
@@ -44,21 +44,21 @@ func (e *UnsupportedError) Error() string {
 // Detect returns the compression of a blob that begins with head, which has HeadSize bytes, or is
 // the whole blob. It ignores media types and names, because some registries and builders set wrong
 // ones. The error is an UnsupportedError.
-func Detect(head []byte) (index.Compression, error) {
+func Detect(head []byte) (blobindex.Compression, error) {
 	switch {
 	case begins(head, gzipMagic):
-		return index.Gzip, nil
+		return blobindex.Gzip, nil
 	case begins(head, zstdMagic), len(head) > 0 && head[0]&0xf0 == 0x50 && begins(head[1:], skippableMagic):
-		return index.Zstd, nil
+		return blobindex.Zstd, nil
 	case isBzip2(head):
-		return index.None, &UnsupportedError{"bzip2"}
+		return blobindex.None, &UnsupportedError{"bzip2"}
 	}
 	for _, u := range unsupported {
 		if begins(head, u.magic) {
-			return index.None, &UnsupportedError{u.name}
+			return blobindex.None, &UnsupportedError{u.name}
 		}
 	}
-	return index.None, nil
+	return blobindex.None, nil
 }
 
 func isBzip2(head []byte) bool {

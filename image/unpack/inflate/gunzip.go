@@ -7,7 +7,7 @@ import (
 
 	"github.com/klauspost/compress/gzip"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/unpack/inflate/padding"
 	"berth/image/unpack/isal"
 )
@@ -26,7 +26,7 @@ func Gunzip() string {
 
 // newGunzip returns a reader of the gzip in blob, which records points. Go's decompressors do not
 // tell where a block begins, so that they record none.
-func newGunzip(blob *bufio.Reader, points *index.Recorder) (io.ReadCloser, error) {
+func newGunzip(blob *bufio.Reader, points *blobindex.Recorder) (io.ReadCloser, error) {
 	if isal.Works() {
 		return isal.NewReader(blob, points)
 	}

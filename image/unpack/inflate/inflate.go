@@ -14,7 +14,7 @@ import (
 
 	"github.com/klauspost/compress/zstd"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 )
 
 const (
@@ -42,7 +42,7 @@ type Reader struct {
 	tar    io.Reader
 	close  func()
 	window int64
-	points *index.Recorder
+	points *blobindex.Recorder
 	out    int64 // bytes returned
 }
 
@@ -65,7 +65,7 @@ func (s *source) Read(p []byte) (int, error) {
 // NewReader reads a blob in the compression that Detect finds: gzip, zstd or none. The caller
 // closes the reader, which does not close the blob. window is the memory that a zstd blob may ask
 // for. The reader records where decompression can begin, unless points is nil.
-func NewReader(blob io.Reader, window int64, points *index.Recorder) (*Reader, error) {
+func NewReader(blob io.Reader, window int64, points *blobindex.Recorder) (*Reader, error) {
 	t := &Reader{source: &source{Reader: blob}, close: func() {}, window: min(window, MaxWindow), points: points}
 	t.blob = bufio.NewReaderSize(t.source, blobBuffer)
 	head, err := t.blob.Peek(HeadSize)
@@ -77,21 +77,21 @@ func NewReader(blob io.Reader, window int64, points *index.Recorder) (*Reader, e
 		return nil, err
 	}
 	switch kind {
-	case index.Gzip:
+	case blobindex.Gzip:
 		z, err := newGunzip(t.blob, points)
 		if err != nil {
 			return nil, t.failure(err)
 		}
 		t.tar, t.close = z, func() { _ = z.Close() } // it was read to its end, or given up
-	case index.Zstd:
-		points.Begin(index.Zstd)
+	case blobindex.Zstd:
+		points.Begin(blobindex.Zstd)
 		z, err := openZstd(&frames{from: t.blob, started: t.started}, t.window)
 		if err != nil {
 			return nil, t.failure(err)
 		}
 		t.tar, t.close = z, z.Close
 	default:
-		points.Begin(index.None)
+		points.Begin(blobindex.None)
 		t.tar = &plain{t.blob, t.started, 0}
 	}
 	return t, nil

@@ -11,7 +11,7 @@ import (
 	"github.com/klauspost/compress/gzip"
 	"github.com/klauspost/compress/zstd"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 )
 
 // FuzzTarReader: packed data is decompressed in every format. A truncated blob never passes as
@@ -25,7 +25,7 @@ func FuzzTarReader(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte, form uint8, cut int) {
 		blob := packed(t, data, form)
 		kind, unsupported := Detect(blob[:min(len(blob), HeadSize)])
-		compressed := kind != index.None || unsupported != nil
+		compressed := kind != blobindex.None || unsupported != nil
 		out, rest, err := unpackedTar(t, blob)
 		if form%3 < 2 && (err != nil || !bytes.Equal(out, data)) {
 			t.Fatalf("%d bytes became %d: %v", len(data), len(out), err)

@@ -14,7 +14,7 @@ import (
 
 	"github.com/klauspost/compress/zstd"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 )
 
 // inflate reads a blob's tar.
@@ -159,7 +159,7 @@ func TestUnsupportedCompression(t *testing.T) {
 		t.Error("an empty bzip2 is read")
 	}
 	for _, plain := range []string{"BZhang/notes", "BZh", "PK", "zip", "P*M\x17", "Q*M", "lz4/"} {
-		if kind, err := Detect([]byte((plain + strings.Repeat("\x00", HeadSize))[:HeadSize])); kind != index.None || err != nil {
+		if kind, err := Detect([]byte((plain + strings.Repeat("\x00", HeadSize))[:HeadSize])); kind != blobindex.None || err != nil {
 			t.Errorf("%q: %v, %v", plain, kind, err)
 		}
 	}

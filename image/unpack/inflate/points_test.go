@@ -17,7 +17,7 @@ import (
 	fast "github.com/klauspost/compress/gzip"
 	"github.com/klauspost/compress/zstd"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/unpack/inflate/inflatetest"
 	"berth/image/unpack/isal"
 )
@@ -25,11 +25,11 @@ import (
 // readPoints decompresses a blob with reads of readSize bytes. It returns the tar and the points,
 // or the reason why there are none.
 func readPoints(t testing.TB, blob io.Reader, readSize int, span int64) (
-	tar []byte, kind index.Compression, points []index.Point, none error,
+	tar []byte, kind blobindex.Compression, points []blobindex.Point, none error,
 ) {
 	t.Helper()
 	var recorded bytes.Buffer
-	r, err := NewReader(blob, MaxWindow, index.NewRecorder(&recorded, span))
+	r, err := NewReader(blob, MaxWindow, blobindex.NewRecorder(&recorded, span))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -46,7 +46,7 @@ func readPoints(t testing.TB, blob io.Reader, readSize int, span int64) (
 	if none = r.EndPoints(); none != nil {
 		return tar, 0, nil, none
 	}
-	kind, points, err = index.DecodeRecorded(recorded.Bytes())
+	kind, points, err = blobindex.DecodeRecorded(recorded.Bytes())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -54,7 +54,7 @@ func readPoints(t testing.TB, blob io.Reader, readSize int, span int64) (
 }
 
 // checkPoints decompresses each span from its point and compares it with the tar.
-func checkPoints(t testing.TB, blob, tar []byte, kind index.Compression, points []index.Point) {
+func checkPoints(t testing.TB, blob, tar []byte, kind blobindex.Compression, points []blobindex.Point) {
 	t.Helper()
 	for i := range points {
 		p := &points[i]
@@ -67,7 +67,7 @@ func checkPoints(t testing.TB, blob, tar []byte, kind index.Compression, points 
 		if err := Span(kind, p, in, got, MaxWindow); err != nil || !bytes.Equal(got, want) {
 			t.Fatalf("span %d from %d, bits %d, start %v, %d bytes: %v", i, p.In, p.Bits, p.Start, len(want), err)
 		}
-		if kind == index.Gzip {
+		if kind == blobindex.Gzip {
 			checkByGo(t, p, in, want)
 		}
 		if err := Span(kind, p, in, make([]byte, len(want)+1), MaxWindow); i == len(points)-1 && err == nil {
@@ -77,7 +77,7 @@ func checkPoints(t testing.TB, blob, tar []byte, kind index.Compression, points 
 }
 
 // checkByGo decompresses a span with Go's packages.
-func checkByGo(t testing.TB, p *index.Point, in, want []byte) {
+func checkByGo(t testing.TB, p *blobindex.Point, in, want []byte) {
 	t.Helper()
 	dictionary, err := p.Dictionary()
 	if err != nil {
@@ -234,7 +234,7 @@ func TestPointsOfGzip(t *testing.T) {
 		for program, blob := range gzips(t, data) {
 			t.Run(content+", "+program, func(t *testing.T) {
 				tar, kind, points, err := readPoints(t, bytes.NewReader(blob), 256<<10, testSpan)
-				if err != nil || kind != index.Gzip {
+				if err != nil || kind != blobindex.Gzip {
 					t.Fatal(kind, err)
 				}
 				if !bytes.HasPrefix(data, tar) {
@@ -252,7 +252,7 @@ func TestPointsOfGzip(t *testing.T) {
 // checkDistances checks that spans are not much longer than they should be. A block of zlib has at
 // most 32,767 symbols, which are 8 MB of zeros, and usually some 100 KB. Other programs have no
 // limit: igzip -0 makes a single block.
-func checkDistances(t *testing.T, tar []byte, points []index.Point, content string) {
+func checkDistances(t *testing.T, tar []byte, points []blobindex.Point, content string) {
 	t.Helper()
 	most := int64(testSpan + 600_000)
 	if content == "zeros" || content == "mixed" {
@@ -360,7 +360,7 @@ func TestPointsOfZstd(t *testing.T) {
 		for _, size := range []int{256 << 10, 100} {
 			t.Run(fmt.Sprint(name, size), func(t *testing.T) {
 				tar, kind, points, err := readPoints(t, bytes.NewReader(blob), size, testSpan)
-				if err != nil || kind != index.Zstd || !bytes.Equal(tar, data) {
+				if err != nil || kind != blobindex.Zstd || !bytes.Equal(tar, data) {
 					t.Fatal(kind, err)
 				}
 				if len(points) < len(data)/400_000 {
@@ -375,7 +375,7 @@ func TestPointsOfZstd(t *testing.T) {
 func TestPointsOfPlainTar(t *testing.T) {
 	data := mixed(1 << 20)
 	tar, kind, points, err := readPoints(t, iotest.HalfReader(bytes.NewReader(data)), 4096, testSpan)
-	if err != nil || kind != index.None || !bytes.Equal(tar, data) || len(points) < 10 {
+	if err != nil || kind != blobindex.None || !bytes.Equal(tar, data) || len(points) < 10 {
 		t.Fatal(kind, len(points), err)
 	}
 	checkPoints(t, data, tar, kind, points)
@@ -383,7 +383,7 @@ func TestPointsOfPlainTar(t *testing.T) {
 
 // TestLongSpanHasNoIndex checks that a blob without places to begin gets no points.
 func TestLongSpanHasNoIndex(t *testing.T) {
-	data := make([]byte, index.MaxSpan+1)
+	data := make([]byte, blobindex.MaxSpan+1)
 	for name, blob := range map[string][]byte{
 		"one frame":         zstdFrame(t, data),
 		"a frame after one": append(zstdFrame(t, data[:1000]), zstdFrame(t, data)...),
@@ -398,7 +398,7 @@ func TestLongSpanHasNoIndex(t *testing.T) {
 // TestDroppedPoints checks that dropped points are not kept.
 func TestDroppedPoints(t *testing.T) {
 	var out bytes.Buffer
-	recorder := index.NewRecorder(&out, testSpan)
+	recorder := blobindex.NewRecorder(&out, testSpan)
 	r, err := NewReader(bytes.NewReader(mixed(1<<20)), MaxWindow, recorder)
 	if err != nil {
 		t.Fatal(err)
@@ -450,7 +450,7 @@ func FuzzPoints(f *testing.F) {
 			return
 		}
 		var recorded bytes.Buffer
-		r, err := NewReader(chunked{bytes.NewReader(blob), 1 + int(chunk)}, MaxWindow, index.NewRecorder(&recorded, 1+int64(span)))
+		r, err := NewReader(chunked{bytes.NewReader(blob), 1 + int(chunk)}, MaxWindow, blobindex.NewRecorder(&recorded, 1+int64(span)))
 		if err != nil {
 			return
 		}
@@ -469,7 +469,7 @@ func FuzzPoints(f *testing.F) {
 		if err != io.EOF || r.EndPoints() != nil {
 			return
 		}
-		kind, points, err := index.DecodeRecorded(recorded.Bytes())
+		kind, points, err := blobindex.DecodeRecorded(recorded.Bytes())
 		if err != nil {
 			t.Fatal(err)
 		}

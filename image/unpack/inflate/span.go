@@ -9,7 +9,7 @@ import (
 	"fmt"
 	"io"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/unpack/isal"
 )
 
@@ -19,16 +19,16 @@ const spanBuffer = 64 << 10
 // Span decompresses from a point of a blob until out is full. in is the blob from p.In on, to the
 // end of the span or further; it was verified. window limits the memory for zstd. Errors are
 // CorruptErrors. The checksum of a gzip member is not verified if the point is inside the member.
-func Span(kind index.Compression, p *index.Point, in, out []byte, window int64) error {
+func Span(kind blobindex.Compression, p *blobindex.Point, in, out []byte, window int64) error {
 	var err error
 	switch kind {
-	case index.None:
+	case blobindex.None:
 		if copy(out, in) < len(out) {
 			err = io.ErrUnexpectedEOF
 		}
-	case index.Zstd:
+	case blobindex.Zstd:
 		err = spanOfZstd(in, out, window)
-	case index.Gzip:
+	case blobindex.Gzip:
 		err = spanOfGzip(p, in, out)
 	default:
 		err = fmt.Errorf("unknown %s", kind)
@@ -49,7 +49,7 @@ func spanOfZstd(in, out []byte, window int64) error {
 	return err
 }
 
-func spanOfGzip(p *index.Point, in, out []byte) error {
+func spanOfGzip(p *blobindex.Point, in, out []byte) error {
 	dictionary, err := p.Dictionary()
 	if err != nil {
 		return err
@@ -66,7 +66,7 @@ func spanOfGzip(p *index.Point, in, out []byte) error {
 }
 
 // spanByGo is spanOfGzip without ISA-L.
-func spanByGo(p *index.Point, dictionary, in, out []byte) error {
+func spanByGo(p *blobindex.Point, dictionary, in, out []byte) error {
 	if p.Start {
 		return membersByGo(in, out)
 	}
@@ -122,7 +122,7 @@ func (j *joined) Read(p []byte) (int, error) {
 // aligned returns whole bytes that end with the bits of a point. They begin with blocks that have
 // no content, because package flate cannot begin inside a byte. Shifting all bits is not possible:
 // stored blocks begin at whole bytes.
-func aligned(p *index.Point) []byte {
+func aligned(p *blobindex.Point) []byte {
 	var b bitString
 	if p.Bits%2 == 1 {
 		b.addDynamicBlock()

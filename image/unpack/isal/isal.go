@@ -151,7 +151,7 @@ import (
 	"sync"
 	"unsafe"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/unpack/inflate/padding"
 )
 
@@ -161,12 +161,12 @@ var errMemory = errors.New("no memory for ISA-L")
 // Reader implements io.ReadCloser. Not safe for concurrent use.
 type Reader struct {
 	from   *bufio.Reader
-	state  *C.struct_reader // in C's memory; nil after Close
-	points *index.Recorder  // may be nil
-	inside bool             // reading has begun inside the member
-	in     int64            // bytes read
-	out    int64            // bytes returned
-	err    error            // final
+	state  *C.struct_reader    // in C's memory; nil after Close
+	points *blobindex.Recorder // may be nil
+	inside bool                // reading has begun inside the member
+	in     int64               // bytes read
+	out    int64               // bytes returned
+	err    error               // final
 }
 
 // Loaded reports whether the library was loaded.
@@ -180,19 +180,19 @@ var works = sync.OnceValue(func() bool { return Loaded() && C.isal_works() != 0 
 // NewReader returns a reader of the gzip in from. It records where decompression can begin; points
 // may be nil. The caller calls it only if Works is true, and closes the reader, which does not
 // close from.
-func NewReader(from *bufio.Reader, points *index.Recorder) (*Reader, error) {
+func NewReader(from *bufio.Reader, points *blobindex.Recorder) (*Reader, error) {
 	state := (*C.struct_reader)(C.calloc(1, C.sizeof_struct_reader))
 	if state == nil {
 		return nil, errMemory
 	}
 	C.begin(state)
-	points.Begin(index.Gzip)
+	points.Begin(blobindex.Gzip)
 	return &Reader{from: from, state: state, points: points}, nil
 }
 
 // NewReaderAt is NewReader for a point of the gzip, where from begins. window is the point's, in
 // full. The checksum of the member around the point is not verified.
-func NewReaderAt(from *bufio.Reader, p *index.Point, window []byte) (*Reader, error) {
+func NewReaderAt(from *bufio.Reader, p *blobindex.Point, window []byte) (*Reader, error) {
 	r, err := NewReader(from, nil)
 	if err != nil || p.Start {
 		return r, err
@@ -260,7 +260,7 @@ func (r *Reader) step(p []byte) (int, error) {
 
 // found records the start of a block.
 func (r *Reader) found(b *C.struct_block) {
-	r.points.Block(index.Point{
+	r.points.Block(blobindex.Point{
 		In: r.in - int64(b.bits/8), Out: r.out + int64(b.ahead), Bits: uint8(b.bits % 8), Byte: byte(b.byte),
 		Window: unsafe.Slice((*byte)(b.window), b.window_len),
 	})

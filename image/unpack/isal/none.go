@@ -7,7 +7,7 @@ import (
 	"errors"
 	"io"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 )
 
 // Loaded reports whether the library was loaded.
@@ -17,11 +17,11 @@ func Loaded() bool { return false }
 func Works() bool { return false }
 
 // NewReader fails.
-func NewReader(*bufio.Reader, *index.Recorder) (io.ReadCloser, error) {
+func NewReader(*bufio.Reader, *blobindex.Recorder) (io.ReadCloser, error) {
 	return nil, errors.ErrUnsupported
 }
 
 // NewReaderAt fails.
-func NewReaderAt(*bufio.Reader, *index.Point, []byte) (io.ReadCloser, error) {
+func NewReaderAt(*bufio.Reader, *blobindex.Point, []byte) (io.ReadCloser, error) {
 	return nil, errors.ErrUnsupported
 }

@@ -8,7 +8,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/unpack"
 	"berth/image/unpack/worker"
 	"berth/internal/errdefs"
@@ -24,7 +24,7 @@ type Inflater struct {
 
 // Inflate starts a process that decompresses spans of a blob. dir is a directory that becomes its
 // root directory. tarSize is the length of the blob's tar in bytes, which limits its CPU time.
-func (p *Program) Inflate(dir string, kind index.Compression, tarSize int64) (*Inflater, error) {
+func (p *Program) Inflate(dir string, kind blobindex.Compression, tarSize int64) (*Inflater, error) {
 	root, err := os.Open(dir)
 	if err != nil {
 		return nil, errdefs.Internal("start berth-unpack: %w", err)
@@ -43,8 +43,8 @@ func (p *Program) Inflate(dir string, kind index.Compression, tarSize int64) (*I
 // p.In on, and is verified. The result may be false: see Unpack. Errors: DataLoss if in does not
 // decompress to so many bytes; Unavailable if the process died, or took longer than the limit of
 // Open; ctx's.
-func (i *Inflater) Span(ctx context.Context, p index.Point, in []byte, out int64) ([]byte, error) {
-	if out < 0 || out > index.MaxSpan {
+func (i *Inflater) Span(ctx context.Context, p blobindex.Point, in []byte, out int64) ([]byte, error) {
+	if out < 0 || out > blobindex.MaxSpan {
 		return nil, errdefs.New(codes.DataLoss, "span of %d bytes", out)
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, i.p.stall,
@@ -67,7 +67,7 @@ func (i *Inflater) Span(ctx context.Context, p index.Point, in []byte, out int64
 }
 
 // ask sends a span and receives its tar.
-func (i *Inflater) ask(p *index.Point, in []byte, out int64) ([]byte, error) {
+func (i *Inflater) ask(p *blobindex.Point, in []byte, out int64) ([]byte, error) {
 	if err := worker.WriteSpan(i.w.In, p, out, in); err != nil {
 		return nil, err
 	}

@@ -14,7 +14,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/unpack"
 	"berth/image/unpack/inflate/inflatetest"
 	"berth/internal/errdefs"
@@ -24,7 +24,7 @@ import (
 const span = 500_000
 
 // packWithPoints packs a blob and returns its compression and its points.
-func packWithPoints(t *testing.T, p *Program, blob []byte) (kind index.Compression, points []index.Point) {
+func packWithPoints(t *testing.T, p *Program, blob []byte) (kind blobindex.Compression, points []blobindex.Point) {
 	t.Helper()
 	dir := t.TempDir()
 	create := func(name string) *os.File {
@@ -42,7 +42,7 @@ func packWithPoints(t *testing.T, p *Program, blob []byte) (kind index.Compressi
 	if len(recorded) == 0 {
 		return 0, nil
 	}
-	kind, points, err = index.DecodeRecorded(recorded)
+	kind, points, err = blobindex.DecodeRecorded(recorded)
 	testutil.Must(t, err)
 	return kind, points
 }
@@ -111,8 +111,8 @@ func TestSparseFilesHaveNoPoints(t *testing.T) {
 func TestWrongSpans(t *testing.T) {
 	p := open(t, built, time.Minute)
 	blob := gzipped(t, inflatetest.Sample(1<<20))
-	start := index.Point{Start: true}
-	inflater, err := p.Inflate(t.TempDir(), index.Gzip, 1<<20)
+	start := blobindex.Point{Start: true}
+	inflater, err := p.Inflate(t.TempDir(), blobindex.Gzip, 1<<20)
 	testutil.Must(t, err)
 	defer inflater.Close()
 	for name, tc := range map[string]struct {
@@ -122,7 +122,7 @@ func TestWrongSpans(t *testing.T) {
 		"truncated":  {blob[:1000], 1 << 20},
 		"too short":  {blob, 1<<20 + 1},
 		"no gzip":    {[]byte("text"), 4},
-		"too long":   {blob, index.MaxSpan + 1},
+		"too long":   {blob, blobindex.MaxSpan + 1},
 		"negative":   {blob, -1},
 		"empty span": {nil, 1},
 	} {
@@ -140,26 +140,26 @@ func TestWrongSpans(t *testing.T) {
 func TestSpanOfDeadProcess(t *testing.T) {
 	p := open(t, built, time.Minute)
 	blob := gzipped(t, inflatetest.Sample(1<<20))
-	inflater, err := p.Inflate(t.TempDir(), index.Gzip, 1<<20)
+	inflater, err := p.Inflate(t.TempDir(), blobindex.Gzip, 1<<20)
 	testutil.Must(t, err)
 	inflater.w.Kill()
-	if _, err := inflater.Span(t.Context(), index.Point{Start: true}, blob, 1<<20); errdefs.Code(err) != codes.Unavailable {
+	if _, err := inflater.Span(t.Context(), blobindex.Point{Start: true}, blob, 1<<20); errdefs.Code(err) != codes.Unavailable {
 		t.Errorf("dead: %v", err)
 	}
 	testutil.Must(t, inflater.Close())
 
-	silent, err := open(t, "/proc/self/exe", 50*time.Millisecond).Inflate(t.TempDir(), index.Gzip, 1<<20)
+	silent, err := open(t, "/proc/self/exe", 50*time.Millisecond).Inflate(t.TempDir(), blobindex.Gzip, 1<<20)
 	testutil.Must(t, err)
-	if _, err := silent.Span(t.Context(), index.Point{Start: true}, blob, 1<<20); errdefs.Code(err) != codes.Unavailable {
+	if _, err := silent.Span(t.Context(), blobindex.Point{Start: true}, blob, 1<<20); errdefs.Code(err) != codes.Unavailable {
 		t.Errorf("silent: %v", err)
 	}
 	testutil.Must(t, silent.Close())
 
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	left, err := liar(t).Inflate(t.TempDir(), index.Gzip, 1<<20)
+	left, err := liar(t).Inflate(t.TempDir(), blobindex.Gzip, 1<<20)
 	testutil.Must(t, err)
-	if _, err := left.Span(ctx, index.Point{Start: true}, blob, 1<<20); !errors.Is(err, context.Canceled) {
+	if _, err := left.Span(ctx, blobindex.Point{Start: true}, blob, 1<<20); !errors.Is(err, context.Canceled) {
 		t.Errorf("canceled: %v", err)
 	}
 	testutil.Must(t, left.Close())

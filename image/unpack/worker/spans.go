@@ -9,7 +9,7 @@ import (
 	"runtime/debug"
 	"strconv"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/unpack"
 	"berth/image/unpack/inflate"
 	"berth/internal/jail"
@@ -19,12 +19,12 @@ import (
 // SpanArgs returns the arguments for the decompression of spans of a blob, whose tar has tarSize
 // bytes. The process reads spans from standard input and writes their tars to standard output,
 // one after another, until its input ends.
-func SpanArgs(kind index.Compression, tarSize int64) []string {
+func SpanArgs(kind blobindex.Compression, tarSize int64) []string {
 	return []string{toInflate, strconv.Itoa(int(kind)), strconv.FormatInt(tarSize, 10)}
 }
 
 // spanHeap is Go's memory limit: a span, its tar and the largest zstd window, with garbage.
-const spanHeap = heapBase + index.MaxIn + index.MaxSpan + inflate.MaxWindow
+const spanHeap = heapBase + blobindex.MaxIn + blobindex.MaxSpan + inflate.MaxWindow
 
 func runSpans(args []string, root *os.File) error {
 	if len(args) != 3 {
@@ -46,11 +46,11 @@ func runSpans(args []string, root *os.File) error {
 	if err := jail.Process(root, grant, early.Done); err != nil {
 		return err
 	}
-	return answerSpans(os.Stdin, os.Stdout, index.Compression(kind))
+	return answerSpans(os.Stdin, os.Stdout, blobindex.Compression(kind))
 }
 
 // answerSpans decompresses spans until the input ends. Its memory is that of the largest one.
-func answerSpans(from io.Reader, to io.Writer, kind index.Compression) error {
+func answerSpans(from io.Reader, to io.Writer, kind blobindex.Compression) error {
 	var buf bytes.Buffer
 	var tar []byte
 	for {

@@ -7,7 +7,7 @@ import (
 	"fmt"
 	"io"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/unpack"
 	"berth/internal/frame"
 )
@@ -19,7 +19,7 @@ const (
 )
 
 // maxSpan limits a span: index limits its bytes, and the rest is a point.
-const maxSpan = index.MaxIn + 64<<10
+const maxSpan = blobindex.MaxIn + 64<<10
 
 // maxError limits an error: its code and its text.
 const maxError = binary.MaxVarintLen64 + maxText
@@ -28,8 +28,8 @@ const maxError = binary.MaxVarintLen64 + maxText
 var ErrMalformed = errors.New("a malformed message")
 
 // WriteSpan sends a span: in has its bytes of the blob, which decompress to out bytes.
-func WriteSpan(w io.Writer, p *index.Point, out int64, in []byte) error {
-	head := index.AppendPoint(binary.AppendUvarint(nil, uint64(out)), p)
+func WriteSpan(w io.Writer, p *blobindex.Point, out int64, in []byte) error {
+	head := blobindex.AppendPoint(binary.AppendUvarint(nil, uint64(out)), p)
 	message := frame.AppendHeader(make([]byte, 0, frame.HeaderSize+len(head)), kindSpan, len(head)+len(in))
 	if _, err := w.Write(append(message, head...)); err != nil {
 		return err
@@ -40,7 +40,7 @@ func WriteSpan(w io.Writer, p *index.Point, out int64, in []byte) error {
 
 // readSpan receives a span. in is valid until buf is used again. The error is io.EOF if no span
 // follows.
-func readSpan(r io.Reader, buf *bytes.Buffer) (p index.Point, out int64, in []byte, err error) {
+func readSpan(r io.Reader, buf *bytes.Buffer) (p blobindex.Point, out int64, in []byte, err error) {
 	kind, size, err := readHeader(r, maxSpan)
 	if err != nil {
 		return p, 0, nil, err
@@ -51,10 +51,10 @@ func readSpan(r io.Reader, buf *bytes.Buffer) (p index.Point, out int64, in []by
 	}
 	rest := bytes.NewReader(buf.Bytes())
 	n, err := binary.ReadUvarint(rest)
-	if err != nil || kind != kindSpan || n > index.MaxSpan {
+	if err != nil || kind != kindSpan || n > blobindex.MaxSpan {
 		return p, 0, nil, fmt.Errorf("%w: kind %q, %d bytes", ErrMalformed, kind, n)
 	}
-	if p, err = index.ReadPoint(rest); err != nil {
+	if p, err = blobindex.ReadPoint(rest); err != nil {
 		return p, 0, nil, fmt.Errorf("%w: %w", ErrMalformed, err)
 	}
 	return p, int64(n), buf.Bytes()[buf.Len()-rest.Len():], nil

@@ -7,19 +7,19 @@ import (
 	"reflect"
 	"testing"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/unpack"
 	"berth/internal/frame"
 )
 
 func TestSpanMessage(t *testing.T) {
-	var c index.WindowCompressor
+	var c blobindex.WindowCompressor
 	window, err := c.Compress([]byte("window"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	var b, buf bytes.Buffer
-	points := []index.Point{{Start: true}, {In: 100, Out: 3000, Bits: 3, Byte: 0xa0, Window: window}}
+	points := []blobindex.Point{{Start: true}, {In: 100, Out: 3000, Bits: 3, Byte: 0xa0, Window: window}}
 	for i := range points {
 		if err := WriteSpan(&b, &points[i], 5000, []byte("in")); err != nil {
 			t.Fatal(err)
@@ -82,7 +82,7 @@ func FuzzReadTar(f *testing.F) {
 // FuzzReadSpan: any span that is accepted can be sent again.
 func FuzzReadSpan(f *testing.F) {
 	var b bytes.Buffer
-	if err := WriteSpan(&b, &index.Point{Start: true}, 100, []byte("in")); err != nil {
+	if err := WriteSpan(&b, &blobindex.Point{Start: true}, 100, []byte("in")); err != nil {
 		f.Fatal(err)
 	}
 	f.Add(b.Bytes())

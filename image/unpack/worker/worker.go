@@ -24,7 +24,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
-	"berth/image/lazy/index"
+	"berth/image/blobindex"
 	"berth/image/unpack"
 	"berth/image/unpack/inflate"
 	"berth/image/unpack/tarsplit"
@@ -176,7 +176,7 @@ func run(args []string, tree *os.File) error {
 	// A file is never larger than all of them may be.
 	grant := jail.Grant{
 		Memory:   uint64(MemoryFor(job, pack)),
-		FileSize: uint64(max(job.Limits.Bytes, tarsplit.MaxFile, index.MaxEncoded)),
+		FileSize: uint64(max(job.Limits.Bytes, tarsplit.MaxFile, blobindex.MaxEncoded)),
 		Files:    fileLimit,
 		CPU:      uint64(CPULimit(job.Limits).Seconds()),
 	}

@@ -39,7 +39,7 @@ static void field(const char *path, const char *name) {
 int main(void) {
 	char request[65536], path[64];
 	if (recv(3, request, sizeof(request), 0) < 0) return 1; // the request for a restore
-	if (!(report = fopen("/work/restore.log", "w"))) return 1;
+	if (!(report = fopen("/log/restore.log", "w"))) return 1;
 	fprintf(report, "(0) Error (hostile:");
 	field("/proc/self/uid_map", "");
 	field("/proc/self/status", "CapEff");
@@ -47,8 +47,8 @@ int main(void) {
 	tried("write the node's programs", opened("/usr/made-by-criu", O_CREAT | O_WRONLY));
 	tried("change an image", opened("/images/inventory.img", O_WRONLY));
 	tried("change a setting", opened("/proc/sys/kernel/core_pattern", O_WRONLY));
-	tried("mount", mount("tmpfs", "/work", "tmpfs", 0, NULL));
-	tried("make a device", mknod("/work/disk", S_IFBLK | 0600, makedev(8, 0)));
+	tried("mount", mount("tmpfs", "/log", "tmpfs", 0, NULL));
+	tried("make a device", mknod("/log/disk", S_IFBLK | 0600, makedev(8, 0)));
 	tried("signal the launcher", kill(getppid(), 0));
 	snprintf(path, sizeof(path), "/proc/%d/root/", getppid());
 	tried("read the launcher's root", opened(path, O_RDONLY));

@@ -50,7 +50,7 @@ const (
 	queueLength = 512 // traces, some hundred KB
 	batchLength = 128
 	gatherTime  = time.Second
-	sendTime    = 10 * time.Second // limit of one attempt
+	sendTimeout = 10 * time.Second // limit of one attempt
 	tries       = 5
 	firstPause  = time.Second // doubled after each attempt
 )
@@ -215,7 +215,7 @@ func (e *Exporter) encode(batch []*trace.Trace) (request []byte, spans int) {
 }
 
 func (e *Exporter) sendOnce(request []byte) error {
-	ctx, cancel := context.WithTimeout(e.ctx, sendTime)
+	ctx, cancel := context.WithTimeout(e.ctx, sendTimeout)
 	defer cancel()
 	return e.send.export(ctx, request)
 }

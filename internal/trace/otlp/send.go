@@ -72,10 +72,10 @@ func newGRPCSender(cfg Config) (*grpcSender, error) {
 		grpc.WithTransportCredentials(secure),
 		grpc.WithUserAgent("berth/"+cfg.Version),
 		grpc.WithNoProxy(),
-		grpc.WithIdleTimeout(sendTime), // closes the connection and its goroutines while no pods start
+		grpc.WithIdleTimeout(sendTimeout), // closes the connection and its goroutines while no pods start
 		// Detect a collector that disappeared without closing the connection. An idle exporter
 		// sends nothing and needs no timer.
-		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: sendTime, Timeout: sendTime}),
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: sendTimeout, Timeout: sendTimeout}),
 		grpc.WithDefaultCallOptions(grpc.ForceCodec(encoded{}), grpc.MaxCallRecvMsgSize(maxAnswer)))
 	if err != nil {
 		return nil, err
@@ -118,8 +118,8 @@ func newHTTPSender(cfg Config) *httpSender {
 	transport := http.DefaultTransport.(*http.Transport).Clone()
 	transport.Proxy = nil // ignore the environment's proxy, which is for image registries
 	transport.MaxIdleConnsPerHost = 1
-	transport.IdleConnTimeout = sendTime                                                  // as for gRPC
-	transport.HTTP2 = &http.HTTP2Config{SendPingTimeout: sendTime, PingTimeout: sendTime} // as for gRPC
+	transport.IdleConnTimeout = sendTimeout                                                     // as for gRPC
+	transport.HTTP2 = &http.HTTP2Config{SendPingTimeout: sendTimeout, PingTimeout: sendTimeout} // as for gRPC
 	return &httpSender{
 		client: &http.Client{Transport: transport, CheckRedirect: noRedirect},
 		url:    scheme + cfg.Endpoint + "/v1/traces",

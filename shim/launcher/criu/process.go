@@ -186,8 +186,8 @@ func explain(resp *rpc.CriuResp) string {
 	return "unknown error"
 }
 
-// EndTime bounds the death of a killed CRIU. One that takes longer hangs in the kernel.
-const EndTime = 10 * time.Second
+// EndTimeout bounds the death of a killed CRIU. One that takes longer hangs in the kernel.
+const EndTimeout = 10 * time.Second
 
 // End lets CRIU end by itself for a grace time, kills what is left, and removes the cgroup.
 func (p *Process) End(grace time.Duration) error {
@@ -197,10 +197,10 @@ func (p *Process) End(grace time.Duration) error {
 	case <-time.After(grace):
 	}
 	failpoint.Reach("launcher.end-criu")
-	err = errors.Join(err, cgroup.KillChild(p.dir, EndTime))
+	err = errors.Join(err, cgroup.KillChild(p.dir, EndTimeout))
 	select {
 	case <-p.ended:
-	case <-time.After(EndTime):
+	case <-time.After(EndTimeout):
 		return errors.Join(err, errors.New("CRIU does not end"))
 	}
 	err = errors.Join(err, cgroup.RemoveChild(p.dir))
@@ -212,6 +212,6 @@ func (p *Process) End(grace time.Duration) error {
 func (p *Process) Abort() error { return program.Abort(p.dir) }
 
 // Kill kills CRIU with everything it has started. End reports what this leaves.
-func (p *Process) Kill() error { return cgroup.KillChild(p.dir, EndTime) }
+func (p *Process) Kill() error { return cgroup.KillChild(p.dir, EndTimeout) }
 
 func ptr[T any](v T) *T { return &v }

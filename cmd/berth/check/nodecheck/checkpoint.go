@@ -70,12 +70,12 @@ func (n *Node) checkCRIU(ctx context.Context, path string, version criu.Version)
 	return findings
 }
 
-// criuCheckLimit bounds "criu check".
-const criuCheckLimit = 20 * time.Second
+// criuCheckTimeout bounds "criu check".
+const criuCheckTimeout = 20 * time.Second
 
 // criuCheck returns the last line of "criu check" if it fails.
 func criuCheck(ctx context.Context, path string) string {
-	ctx, cancel := context.WithTimeout(ctx, criuCheckLimit)
+	ctx, cancel := context.WithTimeout(ctx, criuCheckTimeout)
 	defer cancel()
 	out, err := exec.CommandContext(ctx, path, "check").CombinedOutput()
 	if err == nil {

@@ -11,8 +11,8 @@ import (
 	"berth/shim/ociruntime"
 )
 
-// handlerLimit bounds how long a runtime's program may take to describe its features.
-const handlerLimit = 20 * time.Second
+// handlerTimeout bounds how long a runtime's program may take to describe its features.
+const handlerTimeout = 20 * time.Second
 
 // checkHandlers queries the programs of the configured runtime handlers, as the daemon does.
 func checkHandlers(ctx context.Context, n *Node) []Finding {
@@ -58,7 +58,7 @@ func probeHandler(ctx context.Context, path string, args []string) (ociruntime.C
 	if _, err := ociruntime.Executable(path); err != nil {
 		return ociruntime.Capabilities{}, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, handlerLimit)
+	ctx, cancel := context.WithTimeout(ctx, handlerTimeout)
 	defer cancel()
 	return ociruntime.Probe(ctx, path, args)
 }

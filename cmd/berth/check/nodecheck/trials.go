@@ -45,8 +45,8 @@ var trials = []trial{
 	},
 }
 
-// programLimit bounds a program that a trial runs.
-const programLimit = 20 * time.Second
+// programTimeout bounds a program that a trial runs.
+const programTimeout = 20 * time.Second
 
 // checkNetworkParts tries the features in a temporary network namespace.
 func checkNetworkParts(ctx context.Context, _ *Node) []Finding {
@@ -112,7 +112,7 @@ func tryNftables(context.Context) error {
 
 // tryIptables adds a rule as CNI plugins do, through the installed variant of iptables.
 func tryIptables(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, programLimit)
+	ctx, cancel := context.WithTimeout(ctx, programTimeout)
 	defer cancel()
 	out, err := exec.CommandContext(ctx, "iptables", "-w", "5", "-t", "nat", "-A", "POSTROUTING", "-m", "comment",
 		"--comment", "berth", "-j", "MASQUERADE").

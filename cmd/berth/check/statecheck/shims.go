@@ -28,8 +28,8 @@ type shimDir struct {
 
 var noLaunch proto.PIDs
 
-// answerLimit bounds the connection to a monitor.
-const answerLimit = time.Second
+// answerTimeout bounds the connection to a monitor.
+const answerTimeout = time.Second
 
 func (f *facts) readShims() error {
 	ids, err := namesIn(f.dirs.Shim(""))
@@ -50,7 +50,7 @@ func (f *facts) readShim(dir string) *shimDir {
 	}
 	_, s.exit = shim.ReadExit(dir)
 	if s.launched.MonitorPID != 0 && s.launched.InitPID != 0 {
-		ctx, cancel := context.WithTimeout(context.Background(), answerLimit)
+		ctx, cancel := context.WithTimeout(context.Background(), answerTimeout)
 		defer cancel()
 		s.listens = shim.OpenMonitor(dir).Listens(ctx)
 	}

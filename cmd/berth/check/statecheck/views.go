@@ -40,15 +40,15 @@ func (v *views) runs(id string) bool {
 	return v.containers[id].GetState() == runtimeapi.ContainerState_CONTAINER_RUNNING
 }
 
-// viewLimit bounds the wait for an answer. The daemon answers from memory.
-const viewLimit = 10 * time.Second
+// viewTimeout bounds the wait for an answer. The daemon answers from memory.
+const viewTimeout = 10 * time.Second
 
 // readViews asks the daemon. A daemon that does not answer is a difference, not an error.
 func (f *facts) readViews(ctx context.Context) error {
 	if f.daemon == 0 {
 		return nil
 	}
-	asking, cancel := context.WithTimeout(ctx, viewLimit)
+	asking, cancel := context.WithTimeout(ctx, viewTimeout)
 	defer cancel()
 	v, err := askViews(asking, f.node.Socket, f.node.Root)
 	if ctx.Err() != nil {

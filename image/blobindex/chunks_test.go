@@ -1,4 +1,4 @@
-package index
+package blobindex
 
 import (
 	"crypto/sha256"

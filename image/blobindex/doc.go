@@ -1,10 +1,10 @@
-// Package index describes where the decompression of a layer's blob can begin, and how a part of
-// the blob is verified. With an index, a layer can be used before all of its blob is present.
+// Package blobindex describes where the decompression of a layer's blob can begin, and how a part
+// of the blob is verified. With an index, a layer can be used before all of its blob is present.
 //
 // # Contract
 //
-// The package is a pure format: it reads and writes no files. An Index is immutable once it is
-// complete. Decode trusts nothing. It limits its memory by the length of its input, and it returns
+// Only Store reads and writes files. An Index is immutable once it is complete. Decode trusts
+// nothing. It limits its memory by the length of its input, and it returns
 // only an Index whose numbers are consistent. It cannot tell whether they are true: a blob may have
 // compromised the process that noted the points. Wrong points give a tar with a wrong digest.
 //
@@ -29,6 +29,19 @@
 // A sealed index is made of SOCI's table. It has the digest of what the blob has of each span, and
 // none of chunks: bytes are verified before they are decompressed.
 //
+// # Store
+//
+// A Store keeps indexes below one directory. An index belongs to a blob, not to an image, so it
+// outlives the images with that blob: their next pull can be lazy. All indexes have a common limit.
+// The least recently used ones are removed first.
+//
+// An index is a directory named by the blob's digest, with the encoding, two links to files of the
+// layer: its tree and the record of its tar, and the names of the registries that have served the
+// blob. An index has the names of all files of a layer, so only users of these registries may see
+// it (docs/adr/001-layer-access.md). The links take no space while the layer exists. An index
+// appears whole or not at all, but is not synced: Get checks all digests and removes a damaged one.
+// No index is needed. So a failure to write one never makes a pull fail.
+//
 // # Format
 //
 // An index is three files: its encoding, the tree and the record. The latter two are those of the
@@ -36,4 +49,4 @@
 // follow, each a varint length and its bytes: numbers and digests, states, points. The SHA-256 of
 // all this ends it. An index of chunks begins with chunksMagic or sealedMagic, and has points
 // and chunks in place of states and points.
-package index
+package blobindex

@@ -1,21 +1,4 @@
-// Package indexes keeps indexes of blobs on disk, below one directory.
-//
-// # Contract
-//
-// An index belongs to a blob, not to an image, so it outlives the images with that blob: their next
-// pull can be lazy. All indexes have a common limit. The least recently used ones are removed
-// first.
-//
-// An index is a directory named by the blob's digest, with the encoding, two links to files of the
-// layer: its tree and the record of its tar, and the names of the registries that have served the
-// blob. An index has the names of all files of a layer, so only users of these registries may see
-// it (docs/adr/001-layer-access.md). The links take no space while the layer exists. An index
-// appears whole or not at all, but is not synced: Get checks all digests and removes a damaged one.
-// No index is needed. So a failure to write one never makes a pull fail.
-//
-// The package is the owner of a directory. It is separate from index, which reads and writes no
-// files.
-package indexes
+package blobindex
 
 import (
 	"encoding/json"
@@ -32,11 +15,8 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
-	"google.golang.org/grpc/codes"
 
-	"berth/image/lazy/index"
 	"berth/internal/cleanup"
-	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 )
 
@@ -226,9 +206,11 @@ func (s *Store) NewFile() (*os.File, error) {
 	return f, nil
 }
 
+var errTooLarge = errors.New("it exceeds the limit of all indexes")
+
 // Add writes an index. tree and record are the paths of the layer's files. If there is an index of
-// the blob, Add does nothing. Errors: ResourceExhausted if the index is larger than all may be.
-func (s *Store) Add(x *index.Index, tree, record string) (err error) {
+// the blob, Add does nothing. An index that is larger than all may be is an error.
+func (s *Store) Add(x *Index, tree, record string) (err error) {
 	if !s.begin(x.Blob, true) {
 		return nil
 	}
@@ -247,7 +229,7 @@ func (s *Store) Add(x *index.Index, tree, record string) (err error) {
 		sum += info.Size()
 	}
 	if !s.makeRoom(sum) {
-		return errdefs.New(codes.ResourceExhausted, "index of %s: %d bytes exceed the limit", x.Blob, sum)
+		return fmt.Errorf("index of %s with %d bytes: %w", x.Blob, sum, errTooLarge)
 	}
 	if err := s.write(x.Blob, encoded, tree, record); err != nil {
 		return fmt.Errorf("index of %s: %w", x.Blob, err)
@@ -438,17 +420,17 @@ func (s *Store) Clear() (freed int64, failed error) {
 	return max(before-after, 0), failed
 }
 
-// Get returns the index of a blob. Errors: NotFound if there is none, or a damaged one, which Get
-// removes.
-func (s *Store) Get(blob digest.Digest) (x *index.Index, err error) {
+// Get returns the index of a blob. The error wraps fs.ErrNotExist if there is none, if it is in
+// use, or if it is damaged. Get removes a damaged index.
+func (s *Store) Get(blob digest.Digest) (x *Index, err error) {
 	if !s.begin(blob, false) {
-		return nil, errdefs.NotFound("no index of %s", blob)
+		return nil, fmt.Errorf("index of %s: %w", blob, fs.ErrNotExist)
 	}
 	path := filepath.Join(s.dir, blob.Encoded())
 	x, err = read(path, blob)
-	if errors.Is(err, index.ErrDamaged) || errors.Is(err, fs.ErrNotExist) {
+	if errors.Is(err, ErrDamaged) || errors.Is(err, fs.ErrNotExist) {
 		s.log.Warn("damaged index of a blob removed", "blob", blob, "error", err)
-		return nil, errors.Join(errdefs.NotFound("no index of %s: %w", blob, err), s.remove(blob))
+		return nil, errors.Join(fmt.Errorf("index of %s: %w: %w", blob, fs.ErrNotExist, err), s.remove(blob))
 	}
 	if err == nil {
 		s.touch(filepath.Join(path, indexFile))
@@ -478,7 +460,7 @@ func (s *Store) touch(path string) {
 const maxFile = 512 << 20
 
 // read reads an index.
-func read(dir string, blob digest.Digest) (*index.Index, error) {
+func read(dir string, blob digest.Digest) (*Index, error) {
 	var files [3][]byte
 	for i, name := range []string{indexFile, treeFile, recordFile} {
 		f, err := os.Open(filepath.Join(dir, name))
@@ -490,12 +472,12 @@ func read(dir string, blob digest.Digest) (*index.Index, error) {
 			return nil, err
 		}
 	}
-	x, err := index.Decode(files[0])
+	x, err := Decode(files[0])
 	if err != nil {
 		return nil, err
 	}
 	if x.Blob != blob {
-		return nil, fmt.Errorf("%w: it is of %s", index.ErrDamaged, x.Blob)
+		return nil, fmt.Errorf("%w: it is of %s", ErrDamaged, x.Blob)
 	}
 	return x, x.SetFiles(files[1], files[2])
 }

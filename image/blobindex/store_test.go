@@ -1,9 +1,10 @@
-package indexes
+package blobindex
 
 import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -12,18 +13,15 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
-	"google.golang.org/grpc/codes"
 
-	"berth/image/lazy/index"
-	"berth/internal/errdefs"
 	"berth/internal/testutil"
 )
 
 // layerFiles are the files of a layer.
 type layerFiles struct{ tree, record string }
 
-// sample returns an index of a plain blob, and the files of its layer.
-func sample(t *testing.T, name string) (*index.Index, layerFiles) {
+// storedSample returns an index of a plain blob, and the files of its layer.
+func storedSample(t *testing.T, name string) (*Index, layerFiles) {
 	t.Helper()
 	dir := t.TempDir()
 	files := layerFiles{filepath.Join(dir, "tree"), filepath.Join(dir, "tar")}
@@ -31,9 +29,9 @@ func sample(t *testing.T, name string) (*index.Index, layerFiles) {
 	testutil.Must(t, os.WriteFile(files.tree, tree, 0o600))
 	testutil.Must(t, os.WriteFile(files.record, record, 0o600))
 	blob := []byte(name)
-	return &index.Index{
+	return &Index{
 		Blob: digest.FromBytes(blob), BlobSize: int64(len(blob)), DiffID: digest.FromBytes(blob), TarSize: int64(len(blob)),
-		Points:     []index.Point{{Start: true}},
+		Points:     []Point{{Start: true}},
 		TreeDigest: digest.FromBytes(tree), RecordDigest: digest.FromBytes(record), DataSize: 4096,
 	}, files
 }
@@ -47,7 +45,7 @@ func openStore(t *testing.T, dir string, maxBytes int64) *Store {
 
 func add(t *testing.T, s *Store, name string) digest.Digest {
 	t.Helper()
-	x, files := sample(t, name)
+	x, files := storedSample(t, name)
 	testutil.Must(t, s.Add(x, files.tree, files.record))
 	return x.Blob
 }
@@ -77,7 +75,7 @@ func wantEntries(t *testing.T, s *Store, blobs ...digest.Digest) {
 func TestIndexOutlivesItsLayer(t *testing.T) {
 	dir := t.TempDir()
 	s := openStore(t, dir, 1<<20)
-	x, files := sample(t, "a")
+	x, files := storedSample(t, "a")
 	testutil.Must(t, s.Add(x, files.tree, files.record))
 	testutil.Must(t, s.Add(x, "none", "none")) // there is one
 	testutil.Must(t, os.RemoveAll(filepath.Dir(files.tree)))
@@ -93,7 +91,7 @@ func TestIndexOutlivesItsLayer(t *testing.T) {
 	testutil.Must(t, s.Remove(x.Blob))
 	testutil.Must(t, s.Remove(x.Blob))
 	wantEntries(t, s)
-	if _, err := s.Get(x.Blob); !errdefs.IsNotFound(err) {
+	if _, err := s.Get(x.Blob); !errors.Is(err, fs.ErrNotExist) {
 		t.Error(err)
 	}
 }
@@ -126,9 +124,9 @@ func TestTooLargeIndexKeepsOthers(t *testing.T) {
 	s := openStore(t, t.TempDir(), 1<<20)
 	a := add(t, s, "a")
 	_, s.max = s.Usage()
-	x, files := sample(t, "b")
+	x, files := storedSample(t, "b")
 	testutil.Must(t, os.WriteFile(files.tree, make([]byte, s.max), 0o600))
-	if err := s.Add(x, files.tree, files.record); errdefs.Code(err) != codes.ResourceExhausted {
+	if err := s.Add(x, files.tree, files.record); !errors.Is(err, errTooLarge) {
 		t.Error(err)
 	}
 	wantEntries(t, s, a)
@@ -151,7 +149,7 @@ func TestDamagedIndexIsRemoved(t *testing.T) {
 				if len(damaged) != 1 || damaged[filepath.Join(dir, a.Encoded())] == nil {
 					t.Errorf("Inspect: %v", damaged)
 				}
-				if _, err := s.Get(a); !errdefs.IsNotFound(err) {
+				if _, err := s.Get(a); !errors.Is(err, fs.ErrNotExist) {
 					t.Error(err)
 				}
 				wantEntries(t, s, b)
@@ -167,7 +165,7 @@ func TestIndexOfAnotherBlob(t *testing.T) {
 	a, other := add(t, s, "a"), digest.FromString("other")
 	testutil.Must(t, os.Rename(filepath.Join(dir, a.Encoded()), filepath.Join(dir, other.Encoded())))
 	s = openStore(t, dir, 1<<20)
-	if _, err := s.Get(other); !errdefs.IsNotFound(err) || !errors.Is(err, index.ErrDamaged) {
+	if _, err := s.Get(other); !errors.Is(err, fs.ErrNotExist) || !errors.Is(err, ErrDamaged) {
 		t.Error(err)
 	}
 	wantEntries(t, s)
@@ -210,7 +208,7 @@ func TestNewFileHasNoName(t *testing.T) {
 func TestServed(t *testing.T) {
 	dir := t.TempDir()
 	s := openStore(t, dir, 1<<20)
-	x, files := sample(t, "blob")
+	x, files := storedSample(t, "blob")
 	testutil.Must(t, s.NoteServed(x.Blob, "a.example")) // no index yet
 	testutil.Must(t, s.Add(x, files.tree, files.record))
 	if s.Served(x.Blob, "a.example") {
@@ -234,7 +232,7 @@ func TestServed(t *testing.T) {
 // A profile grows up to a limit. A damaged one is empty.
 func TestProfile(t *testing.T) {
 	s := openStore(t, t.TempDir(), 1<<20)
-	x, files := sample(t, "blob")
+	x, files := storedSample(t, "blob")
 	testutil.Must(t, s.AddProfile(x.Blob, []int{1})) // no index
 	testutil.Must(t, s.Add(x, files.tree, files.record))
 	for _, c := range []struct{ add, want []int }{{nil, nil}, {[]int{3, 1}, []int{3, 1}}, {[]int{1, 2}, []int{3, 1, 2}}} {
