@@ -14,7 +14,7 @@ import (
 )
 
 // accesses records which layers the current pulls may use. It is not on disk, because an
-// interrupted pull grants no access. The index has the repositories of recorded images.
+// interrupted pull grants no access. For recorded images, the [image.Snapshot] has the repositories.
 type accesses struct {
 	mu     sync.Mutex // guards active and the layers of each access
 	active map[*access]bool
@@ -80,7 +80,7 @@ func (a *accesses) origin(ref registry.Reference, layer digest.Digest) image.Ori
 	return best
 }
 
-// recorded returns the closest origin of a layer among the images of an index.
+// recorded returns the closest origin of a layer among the images of a snapshot.
 func (a *access) recorded(x *image.Snapshot, layer digest.Digest) image.Origin {
 	a.mu.Lock()
 	defer a.mu.Unlock()
