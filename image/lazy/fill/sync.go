@@ -70,7 +70,7 @@ func (e *Engine) dirtyLayers() (list []*Layer) {
 }
 
 // sync makes the filled spans durable and records them. After an error the kernel may have dropped
-// the data from memory, so the layer is of no use: DataLoss.
+// the data from memory. The layer then ends with DataLoss.
 func (l *Layer) sync(ctx context.Context) error {
 	select {
 	case l.syncing <- struct{}{}:

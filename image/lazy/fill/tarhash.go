@@ -22,7 +22,7 @@ const (
 )
 
 // tarHash hashes a layer's tar from its beginning on. While the layer is filled, one goroutine
-// hashes what has no gap before it. So little is left when the last span is filled.
+// hashes the tar up to the first gap. So little is left to hash when the last span is filled.
 type tarHash struct {
 	tar *tarsplit.Reader
 	sum hash.Hash
@@ -79,8 +79,8 @@ func (l *Layer) hashAhead() {
 	}
 }
 
-// canHash returns the end of the part of the tar that can be hashed next. ok is false if it is too
-// short, or if something else verifies the layer. The caller holds mu.
+// canHash returns the end of the part of the tar that can be hashed next. ok is false if the part
+// is too short, or if the layer is verified in another way. The caller holds mu.
 func (l *Layer) canHash() (end int64, ok bool) {
 	for l.prefix < len(l.spans) && l.spans[l.prefix] == filled {
 		l.prefix++
