@@ -55,9 +55,9 @@ func readRecord(dir, kind string, value any) error {
 	return json.Unmarshal(body, value)
 }
 
-// mayBeGood reports whether a record may be valid despite an error of readRecord: memory or
-// descriptors were short, or a newer berth wrote it. Errors of a damaged disk mean that it is
-// invalid.
+// mayBeGood reports whether a record may be valid although readRecord failed. Memory or descriptors
+// may have been short, or a newer berth may have written the record. After an error of a damaged
+// disk it counts as invalid.
 func mayBeGood(err error) bool {
 	var failed *fs.PathError
 	if !errors.As(err, &failed) {
