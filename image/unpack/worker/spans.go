@@ -23,7 +23,8 @@ func SpanArgs(kind index.Compression, tarSize int64) []string {
 	return []string{toInflate, strconv.Itoa(int(kind)), strconv.FormatInt(tarSize, 10)}
 }
 
-// spanHeap is Go's memory limit: a span, its tar and the largest zstd window, with garbage.
+// spanHeap is Go's memory limit. It suffices for a span, its tar, the largest zstd window, and
+// garbage.
 const spanHeap = heapBase + index.MaxIn + index.MaxSpan + inflate.MaxWindow
 
 func runSpans(args []string, root *os.File) error {
@@ -49,7 +50,7 @@ func runSpans(args []string, root *os.File) error {
 	return answerSpans(os.Stdin, os.Stdout, index.Compression(kind))
 }
 
-// answerSpans decompresses spans until the input ends. Its memory is that of the largest one.
+// answerSpans decompresses spans until the input ends. Its memory depends on the largest span.
 func answerSpans(from io.Reader, to io.Writer, kind index.Compression) error {
 	var buf bytes.Buffer
 	var tar []byte
