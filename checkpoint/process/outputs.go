@@ -31,8 +31,8 @@ const (
 )
 
 // Outputs are the recorded directories of clients that checkpoints fill. The records are in the
-// directory dir. Earlier versions named a record by its pod. The lock guards the other fields and
-// is held only to use them.
+// directory dir. Earlier versions named a record by its pod. The lock guards the other fields. It
+// is held only while they are used.
 type Outputs struct {
 	dir    string
 	mu     sync.Mutex
@@ -129,7 +129,8 @@ func (o *Outputs) Record(dir *os.File) (name string, err error) {
 	return name, nil
 }
 
-// Forget removes a record. After an error it stays, for a directory that no checkpoint fills.
+// Forget removes a record. After an error the record stays, for a directory that no checkpoint
+// fills.
 func (o *Outputs) Forget(name string) error {
 	records, err := o.records()
 	if err == nil {
@@ -175,8 +176,8 @@ func (o *Outputs) EmptyLeft() (err error) {
 }
 
 // emptyOutput empties a directory if it still is the recorded one and its checkpoint is not
-// complete. A complete one has a manifest. A power cut can bring its record back, whose removal is
-// not synced.
+// complete. A complete checkpoint has a manifest. Its record may still exist after a power cut,
+// because the removal of a record is not synced.
 func emptyOutput(r outputRecord) error {
 	fd, err := unix.Open(r.Path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) {
