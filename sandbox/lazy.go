@@ -37,7 +37,7 @@ func (m *Manager) layersComplete(spec *state.ContainerSpec) bool {
 }
 
 // killIfLayersLost kills a container that reads zeros where the content of a layer is missing: no
-// process has kept the fanotify group of its layers (see package lazy).
+// process has kept the fanotify group of its layers (see package fill).
 func (m *Manager) killIfLayersLost(c lockedContainer) {
 	if !m.cfg.LayersLost || !c.Lazy || m.layersComplete(c.ContainerSpec) {
 		return
