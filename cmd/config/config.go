@@ -7,9 +7,9 @@
 // "berth config default", docs/config.md and the parser derive from them.
 //
 // The configuration is a TOML file and the files of a directory beside it. Flags override the
-// files, later files override earlier ones, and all override the defaults. Load refuses a file
+// files, and later files override earlier ones. Both override the defaults. Load refuses a file
 // with an unknown key, so that a misspelled key cannot leave a default in place. It accepts the
-// keys of release 0.2, which had no tables, with a warning; "berth config migrate" rewrites them.
+// keys of release 0.2, which had no tables, with a warning. "berth config migrate" rewrites them.
 package config
 
 import (
@@ -30,15 +30,15 @@ const DefaultPath = "/etc/berth/config.toml"
 
 // Config is the daemon's configuration.
 //
-// The tag key is the option's table and key, old its key in release 0.2, and flag the name of the
-// flag, if the option has one. The tag default has the form of a flag's value, with lists separated
-// by commas. path:"abs" requires absolute paths, and path:"optional" also allows none. oneof lists
-// the allowed values, min and max are limits, and doc is the documentation. reload:"true" marks an
-// option that SIGHUP applies to a running daemon.
+// The tag key has the option's table and key. The tag old has its key in release 0.2. The tag flag
+// has the name of the flag, if the option has a flag. The tag default has the form of a flag's
+// value, with lists separated by commas. path:"abs" requires absolute paths, and path:"optional"
+// also allows an empty value. The tag oneof lists the allowed values. min and max are limits. doc
+// is the documentation. reload:"true" marks an option that SIGHUP applies to a running daemon.
 //
-// A field that is a map of structs stands for tables that users name: the key "handlers" for
-// [handlers.NAME]. The fields of the struct have the same tags; example is a name that the
-// documentation uses.
+// A field that is a map of structs stands for tables that users name. For example, the key
+// "handlers" stands for [handlers.NAME]. The fields of the struct have the same tags. The tag
+// example is a table name for the documentation.
 type Config struct {
 	Listen         string   `key:"listen" flag:"listen" default:"/run/berth/berth.sock" path:"socket" doc:"Unix socket that serves the CRI: an absolute path or a unix:// URL. A socket passed by systemd takes precedence."`
 	Root           string   `key:"root" flag:"root" default:"/var/lib/berth" path:"abs" doc:"Persistent data: images, writable layers, records of pods and containers. Only one daemon can use it."`
@@ -214,8 +214,8 @@ func Parse(name string, content []byte) (*Config, error) {
 	return l.config, nil
 }
 
-// Load returns the configuration that follows from the flags registered by AddFlags, from the file
-// that --config names and from its directory of additional files (see [FragmentDir]). The file may
+// Load returns the configuration. It reads the file that --config names and the file's directory of
+// additional files (see [FragmentDir]), and applies the flags registered by AddFlags. The file may
 // be missing unless --config was given. The warnings name obsolete keys with their files and lines.
 func Load(flags *pflag.FlagSet) (c *Config, warnings []string, err error) {
 	name, err := flags.GetString("config")

@@ -61,7 +61,7 @@ func (c *Client) Containers(ctx context.Context) ([]*runtimeapi.Container, error
 }
 
 // FindPod returns the pod that ref identifies: its ID, its name, namespace/name, or a prefix of its
-// ID with at least shortestPrefix digits. Earlier forms win over later ones, so that a name is not
+// ID with at least shortestPrefix digits. Earlier forms take precedence, so that a name is not
 // mistaken for the prefix of another ID.
 func (c *Client) FindPod(ctx context.Context, ref string) (*runtimeapi.PodSandbox, error) {
 	found, err := c.matchPods(ctx, ref)
@@ -71,8 +71,8 @@ func (c *Client) FindPod(ctx context.Context, ref string) (*runtimeapi.PodSandbo
 	return only("pod", ref, found)
 }
 
-// FindContainer is FindPod for a container. Names are its own, pod/name and namespace/pod/name. A
-// name identifies the newest of several attempts.
+// FindContainer is FindPod for a container. A name is the container's own name, pod/name or
+// namespace/pod/name. A name identifies the newest of several attempts.
 func (c *Client) FindContainer(ctx context.Context, ref string) (*runtimeapi.Container, error) {
 	found, err := c.matchContainers(ctx, ref)
 	if err != nil {

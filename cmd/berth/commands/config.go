@@ -21,7 +21,7 @@ func configCommand() *cobra.Command {
 		Use:   "config",
 		Short: "Check and show the configuration",
 		Args:  cobra.ArbitraryArgs,
-		// Without RunE cobra prints the help for a misspelled subcommand and succeeds.
+		// If RunE is not set, cobra prints the help for a misspelled subcommand and succeeds.
 		RunE: cli.Group,
 	}
 	cmd.AddCommand(defaultConfigCommand(), checkConfigCommand(), showConfigCommand(), migrateConfigCommand())
@@ -132,7 +132,7 @@ func migrateFile(out io.Writer, name string, write bool) error {
 	return replaceFile(name, text)
 }
 
-// replaceFile writes the content of a file atomically. It keeps the old one with the suffix .old.
+// replaceFile writes the content of a file atomically. It keeps the old file with the suffix .old.
 func replaceFile(name, text string) error {
 	info, err := os.Stat(name)
 	if err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/fsnotify/fsnotify"
 )
 
-// All as Options.Tail selects every line.
+// All is the value of Options.Tail that selects every line.
 const All = -1
 
 // Options select the lines that Read returns.
@@ -98,7 +98,8 @@ func (r *reader) follow(ctx context.Context) error {
 	}
 }
 
-// awaitFile opens the file once it exists. It returns nil if the log ended without one.
+// awaitFile opens the file once it exists. It returns nil if the log has ended and there is no
+// file.
 func (r *reader) awaitFile(ctx context.Context, watch *watch) (*source, error) {
 	for {
 		ended := r.ended()
@@ -242,7 +243,7 @@ type watch struct {
 }
 
 // lookAgain bounds the delay after a missed event. inotify drops events when its queue is full, and
-// some filesystems have none.
+// some filesystems have no events.
 const lookAgain = time.Second
 
 // newWatch watches the directory, because a rotation replaces the file. A watch on a directory
@@ -272,7 +273,7 @@ func (w *watch) wait(ctx context.Context, ended <-chan struct{}) error {
 	return nil
 }
 
-// Close ends the watch. A reader does not need the error of closing it.
+// Close ends the watch. The error of closing a file that was only read does not matter.
 func (w *watch) Close() {
 	w.tick.Stop()
 	_ = w.notify.Close()

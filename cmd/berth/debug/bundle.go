@@ -28,9 +28,9 @@ type result struct {
 	took    time.Duration
 }
 
-// collect collects all parts, each within the limit. It returns them in the given order. A part
-// that exceeds its limit is left behind, because a goroutine that blocks in the kernel cannot be
-// stopped.
+// collect collects all parts, each within the limit. It returns them in the given order. If a part
+// exceeds its limit, its goroutine is abandoned, because a goroutine that blocks in the kernel
+// cannot be stopped.
 func collect(ctx context.Context, parts []part, limit time.Duration) []result {
 	results := make([]result, len(parts))
 	slots := make(chan struct{}, maxParallel)

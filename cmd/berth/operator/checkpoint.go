@@ -58,8 +58,8 @@ writes to standard output. docs/checkpoint.md lists what cannot be saved.`,
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		ctx, stop := cli.Interruptible(cmd.Context())
 		defer stop()
-		// A reader that leaves must neither leave the copy in the temporary directory nor end in a
-		// removal.
+		// If the reader of a pipe leaves, the temporary copy must be removed, and the saved pod
+		// must stay.
 		pipes := make(chan os.Signal, 1)
 		signal.Notify(pipes, unix.SIGPIPE)
 		defer signal.Stop(pipes)
@@ -96,7 +96,7 @@ func (s *checkpointOptions) run(ctx context.Context, cmd *cobra.Command, c *clie
 	return s.removeSaved(ctx, c, container, pod)
 }
 
-// syncOutput makes the output survive a power cut. A pipe cannot be synced: its reader has taken
+// syncOutput makes the output survive a power cut. A pipe cannot be synced. Its reader has taken
 // all bytes.
 func (s *checkpointOptions) syncOutput(stdout io.Writer) error {
 	if s.output == "-" {

@@ -70,8 +70,8 @@ type checkpointInfo struct {
 	SignedBy   string                `json:"signedBy"` // archive.Signer
 	Node       archive.Node          `json:"node"`
 	Size       int64                 `json:"size"`       // bytes of all files but the manifest
-	NodeAccess []string              `json:"nodeAccess"` // what the pod would access of the node
-	Prevents   []string              `json:"prevents"`   // a restore on this node; empty: nothing known does
+	NodeAccess []string              `json:"nodeAccess"` // resources of the node that the pod would access
+	Prevents   []string              `json:"prevents"`   // known reasons why a restore on this node fails
 	Doubts     []string              `json:"doubts"`     // what may make a restore on this node fail
 }
 
@@ -141,7 +141,7 @@ func describeCheckpoint(plan *restorePlan) *checkpointInfo {
 // sandboxPages is gVisor's file with the memory of a sandbox, which includes changed files.
 const sandboxPages = "pages.img"
 
-// restoringNode is what a restore needs of a node.
+// restoringNode describes a node, as far as a restore depends on it.
 type restoringNode struct {
 	settings restoreSettings   // of the daemon
 	version  criu.Version      // of CRIU
@@ -153,7 +153,7 @@ type restoringNode struct {
 	kernel   string            // release; empty: unknown
 }
 
-// restoreNode asks the daemon for what a restore needs.
+// restoreNode asks the daemon for the facts on which a restore depends.
 func restoreNode(ctx context.Context, c *client.Client, settings restoreSettings) (*restoringNode, error) {
 	n := &restoringNode{settings: settings}
 	var err error
@@ -210,7 +210,7 @@ func (n *restoringNode) findHandlers(ctx context.Context, c *client.Client) erro
 	return nil
 }
 
-// criuVersion returns the version of the daemon's CRIU. The error says why it cannot be used.
+// criuVersion returns the version of the daemon's CRIU. The error says why CRIU cannot be used.
 func criuVersion(ctx context.Context, configured string) (criu.Version, error) {
 	program, err := criu.Locate(configured)
 	if err != nil {

@@ -187,7 +187,7 @@ func printData(w io.Writer, v any) error {
 	return err
 }
 
-// spansOf are operations as bars on one axis.
+// spansOf returns the bars for operations on one axis.
 func spansOf(operations []trace.Operation) (all []waterfall.Span) {
 	for _, o := range operations {
 		for _, s := range o.Spans {

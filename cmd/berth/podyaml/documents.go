@@ -50,7 +50,7 @@ func readObjects(text []byte) ([]object, error) {
 }
 
 // readDocument decodes one document to JSON values. It refuses duplicate keys, and a document with
-// a second one after "...", because sigs.k8s.io/yaml silently drops the second one.
+// a second one after "...", because sigs.k8s.io/yaml silently drops the second document.
 func readDocument(document []byte) (map[string]any, error) {
 	var first, second any
 	decoder := goyaml.NewDecoder(bytes.NewReader(document))

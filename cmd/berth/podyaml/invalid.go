@@ -13,9 +13,9 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// checker collects the errors in values of supported fields. Of the values that the API server
-// refuses, it refuses those that would fail only after the pod has started, or would become part of
-// a host path.
+// checker collects the errors in values of supported fields. It does not refuse every value that
+// the API server refuses. It refuses values that would fail only after the pod has started, and
+// values that would become part of a host path.
 type checker struct {
 	pod      *corev1.Pod
 	objects  *Objects

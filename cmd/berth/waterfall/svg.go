@@ -116,7 +116,7 @@ func (a axisLabel) overlaps(b axisLabel) bool {
 	return a.row == b.row && math.Abs(a.x-b.x) < width
 }
 
-// labels returns the labels of the ticks and folds, and the number of rows that they need: at least
+// labels returns the labels of the ticks and folds, and the number of rows that they need, at least
 // one. A label that would overlap another one moves to a higher row.
 func (d svg) labels(l layout) (all []axisLabel, rows int) {
 	rows = 1

@@ -1,4 +1,4 @@
-// Package waterfall draws time spans as bars below one another: as SVG for a page, as text for a
+// Package waterfall draws time spans as bars below one another, as SVG for a page or as text for a
 // terminal.
 //
 // # Contract
@@ -35,12 +35,12 @@ type Chart struct {
 
 	// Until is the minimum length of the axis. Charts with the same length can be compared by eye.
 	Until time.Duration
-	// Fold is the maximum length of a time without any span. A longer one is folded into a mark. 0
+	// Fold is the maximum length of a time without any span. A longer time is folded into a mark. 0
 	// means no limit.
 	Fold time.Duration
 	// Hide is the minimum length of a drawn span. Spans without a parent are always drawn.
 	Hide time.Duration
-	// Lost is the number of spans that were not recorded. The drawing names it.
+	// Lost is the number of spans that were not recorded. The drawing shows this number.
 	Lost int
 }
 
@@ -148,7 +148,7 @@ func (c Chart) note(l layout) string {
 	return strings.Join(parts, "; ")
 }
 
-// mark is a tick with its place on the axis, and the time that it stands for.
+// mark is a tick with its place on the axis and its time.
 type mark struct{ at, time time.Duration }
 
 // marks returns ticks at round numbers of the time since the first span. Folded time counts, so a
