@@ -15,7 +15,7 @@ import (
 )
 
 // recordFile is the name of the record in the directory of a layer or join. It has the format of
-// package checkpoint; up to 0.2.0 it was plain JSON.
+// package checkpoint/record. Up to 0.2.0 it was plain JSON.
 const recordFile = "layer.json"
 
 // Kinds and schema version of records.
