@@ -164,7 +164,7 @@ func hasPlugins(data []byte) bool {
 
 // knownVersion refuses a configuration if this runtime supports none of its CNI versions. libcni
 // has set v to the highest supported version in cniVersion and cniVersions, or to "" if none is
-// supported. "" otherwise means 0.1.0.
+// supported. In other places, "" means 0.1.0.
 func knownVersion(data []byte, v string) error {
 	var raw struct {
 		CNIVersions []string `json:"cniVersions"`

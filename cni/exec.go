@@ -235,8 +235,8 @@ func (p *pluginRun) result() ([]byte, error) {
 	return p.stdout, nil
 }
 
-// failure returns the error that the plugin printed. If the plugin printed none, the error quotes
-// the output.
+// failure returns the error that the plugin printed. If the plugin printed no error, the returned
+// error quotes the output.
 func (p *pluginRun) failure(exit error) *types.Error {
 	e := &types.Error{}
 	if err := json.Unmarshal(p.stdout, e); err != nil || (e.Code == 0 && e.Msg == "") {
@@ -276,8 +276,8 @@ func (n *Network) runVerb(ctx context.Context, list *libcni.NetworkConfigList, p
 	return invoke.ExecPluginWithoutResult(ctx, path, conf.Bytes, args, n.plugins)
 }
 
-// withoutServiceVars drops the service manager's variables. With these variables a plugin could
-// report berth's readiness or take its listening sockets.
+// withoutServiceVars drops the service manager's variables. If it got these variables, a plugin
+// could report berth's readiness or take its listening sockets.
 func withoutServiceVars(environ []string) []string {
 	var out []string
 	for _, kv := range environ {

@@ -15,8 +15,8 @@
 // # A pull
 //
 // A pull acquires the layers of its image ([Store.Acquire]), so that nothing deletes them. It
-// creates the missing ones in a layer store, and commits the image ([Store.Commit]). The record is
-// written last, so an image exists from the moment its record is durable, and a partial image is
+// creates the missing layers in a layer store, and commits the image ([Store.Commit]). The record
+// is written last, so an image exists from the moment its record is durable, and a partial image is
 // never visible. The content that a failed pull has received is kept for the next pull, for
 // Config.PartialTTL. If disk space is short, it is deleted first.
 //

@@ -101,8 +101,9 @@ type Snapshot struct {
 	pinned  map[string]bool        // names that kubelet must not collect
 }
 
-// newSnapshot builds a snapshot of records and reuses the unchanged images of the last one, which
-// may be nil. Every configuration in records parses: decodeRecord or the pull checked it.
+// newSnapshot builds a snapshot of records and reuses the unchanged images of the last snapshot,
+// which may be nil. Every configuration in records can be parsed, because decodeRecord or the pull
+// has checked it.
 func newSnapshot(records map[string]imageRecord, last *Snapshot, pinned map[string]bool) *Snapshot {
 	x := &Snapshot{byID: map[string]*Image{}, byName: map[string]*Image{}, records: records, pinned: pinned}
 	for id, rec := range records {
@@ -129,8 +130,8 @@ func (x *Snapshot) unchanged(id string, rec imageRecord) *Image {
 	return x.byID[id]
 }
 
-// minPrefix is the shortest ID prefix that find accepts. Shorter ones are valid image names, and
-// kubelet would take such a name for a present image.
+// minPrefix is the shortest ID prefix that find accepts. Shorter prefixes are valid image names,
+// and kubelet would take such a name for a present image.
 const minPrefix = 7
 
 // find returns the image that ref names, see Store.Get.
@@ -300,8 +301,8 @@ const maxOrigins = 16
 // digest.
 const maxDigests = 64
 
-// with returns a copy with one more name. The digest of this pull becomes the last one, for
-// DigestedReference; digests before the last maxDigests are dropped.
+// with returns a copy with one more name. The digest of this pull becomes the last digest, for
+// DigestedReference. Of more than maxDigests digests the first are dropped.
 func (r imageRecord) with(ref registry.Reference, d digest.Digest) imageRecord {
 	r.Tags, r.Digests = slices.Clone(r.Tags), slices.Clone(r.Digests)
 	if ref.Tag != "" && !slices.Contains(r.Tags, ref.String()) {

@@ -271,8 +271,8 @@ func (s *Store) limitFinished() {
 }
 
 // SettleFinished is called at the end of a pull with its result. Finished layers stay if the pull
-// may succeed later. After another failure only layers that the pull's repository has served are
-// released: a bad image of one user must not cost another user's layers. The caller sweeps.
+// may succeed later. After another failure, only layers that the pull's repository has served are
+// released. A bad image of one user must not cost another user's layers. The caller sweeps.
 func (s *Store) SettleFinished(refs []registry.Reference, layers []digest.Digest, err error) {
 	if IsResumable(err) {
 		return

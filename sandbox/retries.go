@@ -103,7 +103,7 @@ func (l *retryLoop) run() {
 	}
 }
 
-// next returns the item that is due first, or nil and the end of the loop if there is none.
+// next returns the item that is due first. If there is no item, it returns nil and ends the loop.
 func (l *retryLoop) next() (first *retry, due time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -20,8 +20,8 @@ import (
 )
 
 const (
-	// requestTimeout is the time until the first check whether a launcher has read its request,
-	// which takes a running one a millisecond. A launcher is given up at the second check at the
+	// requestTimeout is the time until the first check whether a launcher has read its request. A
+	// running launcher needs a millisecond. A launcher is given up at the second check at the
 	// earliest, after 500 ms.
 	requestTimeout = 400 * time.Millisecond
 	// orderCheckInterval is the interval of later checks.

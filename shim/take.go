@@ -264,7 +264,7 @@ func (l *Launchers) ExpectPause(kind proto.PauseKind, systemd bool) {
 }
 
 func (l *Launchers) keepMovesFast() {
-	defer l.expecting.Store(false) // an Expect at this moment has no effect; the launch is only slower
+	defer l.expecting.Store(false) // an Expect at this moment has no effect, and the launch is only slower
 	var moved int                  // pid of the last moved launcher
 	var stay *cgroup.Anchor
 	for time.Now().Before(*l.expectUntil.Load()) {

@@ -41,8 +41,8 @@ type Outputs struct {
 }
 
 // add adds the record of a checkpoint that begins. It returns the earlier records of the same
-// directory. They are outdated: the directory was empty. The error is FailedPrecondition if another
-// checkpoint fills the directory.
+// directory. They are outdated, because the directory was empty. The error is FailedPrecondition if
+// another checkpoint fills the directory.
 func (o *Outputs) add(name string, r outputRecord) (outdated []string, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -175,7 +175,7 @@ func (o *Outputs) EmptyLeft() (err error) {
 	return err
 }
 
-// emptyOutput empties a directory if it still is the recorded one and its checkpoint is not
+// emptyOutput empties a directory if it still is the recorded directory and its checkpoint is not
 // complete. A complete checkpoint has a manifest. Its record may still exist after a power cut,
 // because the removal of a record is not synced.
 func emptyOutput(r outputRecord) error {

@@ -7,7 +7,7 @@
 // and a SHA-256 of the header and the content, which is verified on reading. A damaged file is
 // reported and moved to the folder "set-aside" beside the records. It is never deleted and does not
 // stop the daemon. A file that cannot be read at present, or that a newer berth wrote, is not
-// damaged: it stays, and loading fails.
+// damaged. It stays, and loading fails.
 //
 // A [Dir] is used by one process. Writes to different names may be concurrent. The caller owns the
 // object and serializes writes to one name.

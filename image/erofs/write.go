@@ -337,7 +337,8 @@ func (w *writer) super(p *plan) {
 	for n, blocks := range p.devices {
 		le.PutUint32(s[superSize+deviceSize*n+64:], uint32(blocks))
 	}
-	// CRC-32C from all ones, without the inversion at the end (erofs_superblock_csum_verify).
+	// CRC-32C that begins with all bits set, and is not inverted at the end
+	// (erofs_superblock_csum_verify).
 	le.PutUint32(s[4:], ^crc32.Checksum(b[superOffset:blockSize], crc32.MakeTable(crc32.Castagnoli)))
 	w.bytes(b)
 }

@@ -239,7 +239,7 @@ func (j *joiner) directory(name string) (*safefs.Dir, error) {
 	return d, nil
 }
 
-// setAttributes sets the attributes of a directory of the join: the inherited ones, or those of the
+// setAttributes sets the attributes of a directory of the join. They are inherited, or those of the
 // directory in top.
 func (j *joiner) setAttributes(d *safefs.Dir) error {
 	a, err := j.attributes(j.inherits[d.Path()], d.Path()) // 0 is top

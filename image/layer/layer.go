@@ -34,10 +34,10 @@
 //
 // # Errors
 //
-// Errors of this package carry a gRPC code: InvalidArgument for a tar that is no valid layer,
-// FailedPrecondition if it exceeds its limits, ResourceExhausted if it would use the disk's
-// reserve, DataLoss for a wrong diffID, NotFound for a missing layer. Errors of the caller's reader
-// are returned as they are.
+// Errors of this package carry a gRPC code. It is InvalidArgument for a tar that is no valid layer,
+// FailedPrecondition if the layer exceeds its limits, and ResourceExhausted if it would use the
+// disk's reserve. It is DataLoss for a wrong diffID, and NotFound for a missing layer. Errors of
+// the caller's reader are returned as they are.
 package layer
 
 import (
@@ -57,8 +57,8 @@ import (
 )
 
 // Driver stores layers in one form. It is a Joiner or a Merger. The Store calls its methods
-// concurrently for different directories. Each directory belongs to the Store: its mode is 0700,
-// all are on one filesystem, and the file layer.json in it is the Store's.
+// concurrently for different directories. Each directory belongs to the Store. Its mode is 0700,
+// all are on one filesystem, and the Store uses the file layer.json in it.
 type Driver interface {
 	// Kind returns the form.
 	Kind() rootfs.Kind
@@ -180,7 +180,7 @@ func (i Info) check(dir string) error {
 	return nil
 }
 
-// mayNeedJoin reports whether the layer may need a join. lowest: it is the lowest layer.
+// mayNeedJoin reports whether the layer may need a join. lowest says that it is the lowest layer.
 func (i Info) mayNeedJoin(lowest bool) bool {
 	return i.PendingLinks > 0 || i.ImpliedDirs > 0 && !lowest
 }

@@ -42,10 +42,10 @@ type Lazy struct {
 	// Fill returns the Filler of a layer that an earlier Store has created. toc is nil if this node
 	// has made the index.
 	Fill func(from Source, x *index.Index, toc *TOC) Filler
-	// Done, if not nil, is called once for each layer: with nil when the layer l is complete, or
-	// with DataLoss if it cannot be completed because its index is wrong. Such a layer exists until
-	// it is removed, and reads of its missing content fail. toc is nil if this node has made the
-	// index. Done must not call the Store.
+	// Done, if not nil, is called once for each layer. err is nil if the layer l is complete, and
+	// DataLoss if l cannot be completed because its index is wrong. Such a layer exists until it is
+	// removed, and reads of its missing content fail. toc is nil if this node has made the index.
+	// Done must not call the Store.
 	Done func(from Source, l *fill.Layer, toc *TOC, err error)
 }
 
@@ -195,9 +195,9 @@ func (s *Store) Keep(names []digest.Digest) []*os.File {
 // it is read. toc is nil if this node has made the index of the blob. If toc is nil, it is no error
 // that the layer exists, complete or not. Otherwise the error is ErrThere, because the table shows
 // nothing about the existing layer. The caller then checks whether its pull may use the layer.
-// Errors: FailedPrecondition for a Store without an Engine, InvalidArgument if the index is one of
-// another blob or tar, DataLoss if it is damaged, ResourceExhausted if the disk's reserve would be
-// used.
+// The error is FailedPrecondition if the Store has no Engine, and InvalidArgument if the index
+// belongs to another blob or tar. It is DataLoss if the index is damaged, and ResourceExhausted if
+// the disk's reserve would be used.
 func (s *Store) CreateLazy(ctx context.Context, from Source, x *index.Index, toc *TOC, fill Filler) error {
 	if s.lazy == nil {
 		return errdefs.FailedPrecondition("layer store %s has no engine for incomplete layers", s.root)
@@ -323,8 +323,8 @@ func (s *Store) incompleteDir(name digest.Digest) string {
 	return filepath.Join(s.root, lazyDir, name.Encoded())
 }
 
-// awaitComplete waits until a layer is complete, and moves it to the complete ones. After a failure
-// the next Open does it.
+// awaitComplete waits until a layer is complete, and moves it to the complete layers. After a
+// failure the next Open does it.
 func (s *Store) awaitComplete(l *lazyLayer) {
 	ctx := s.lazy.life.Context()
 	select {

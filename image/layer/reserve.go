@@ -96,9 +96,9 @@ func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func()
 }
 
 // HasRoom returns ResourceExhausted if layers of the given bytes would use the reserve even after
-// Reserve.Reclaim. freed bytes count as free. Without a reserve the result is nil. If bytes is not
-// zero, the error is a ClaimError. Then nothing is reclaimed if that would not be enough, because
-// anyone can claim a size.
+// Reserve.Reclaim. freed bytes count as free. If there is no reserve, the result is nil. If bytes
+// is not zero, the error is a ClaimError. Then nothing is reclaimed if that would not be enough,
+// because anyone can claim a size.
 func (s *Store) HasRoom(bytes, freed uint64) error {
 	if s.reserve.isNone() {
 		return nil

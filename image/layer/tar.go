@@ -48,7 +48,8 @@ type Tar struct {
 // tar. A layer has no record if an earlier berth made it, if its tar replaces entries in a way that
 // loses content, or if the record would be too large.
 //
-// ReadAt returns any range, unverified: the digest covers the whole tar. Whole verifies.
+// ReadAt returns any range. It does not verify the range, because the digest covers the whole tar.
+// Whole verifies.
 func (s *Store) OpenTar(name digest.Digest) (_ *Tar, err error) {
 	info, err := s.Info(name)
 	if err != nil {

@@ -71,7 +71,7 @@ func (s *syncer) enter() (r *round, leads bool) {
 	return s.next, leads
 }
 
-// run runs a round after the one before it. Once it starts, new callers get the next one.
+// run runs a round after the previous round. When it starts, new callers get the next round.
 func (s *syncer) run(r *round) {
 	s.running <- struct{}{}
 	defer func() { <-s.running }()

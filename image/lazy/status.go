@@ -29,7 +29,7 @@ type LayerStatus struct {
 	Unproven   string        `json:"unproven,omitempty"` // the table of contents from which its index was made, until it is proven
 	Error      string        `json:"error,omitempty"`    // why it cannot be completed
 	// FailedReads are reads that failed with EIO since the start, mostly because no host served the
-	// content in time. LastFailedRead is the time of the last one.
+	// content in time. LastFailedRead is the time of the last failed read.
 	FailedReads    uint64     `json:"failedReads,omitempty"`
 	LastFailedRead *time.Time `json:"lastFailedRead,omitempty"`
 	// Decision is the decision of the last pull that had to get the layer. If the policy is Off,

@@ -257,7 +257,7 @@ type Blob struct {
 	had     int64    // bytes from earlier transfers
 	at      int64    // position of the next byte received
 	checked int64    // position at the last check of the free space
-	full    bool     // the limit is reached: the file keeps what it has
+	full    bool     // the limit is reached, and the file grows no more
 }
 
 // Open opens the kept bytes of a repository's blob for a transfer of the blob. The result is nil if

@@ -242,7 +242,7 @@ func (p *Peers) guard(what string, f func()) {
 	_ = task.Guard(p.cfg.Log, what, "peers", func() error { f(); return nil }) // the log has it
 }
 
-// tlsConfigs reads the files of cfg. Both sides verify that the other one has a certificate of the
+// tlsConfigs reads the files of cfg. Both sides verify that the other side has a certificate of the
 // CA. The name in it does not matter: nodes have many addresses, and all peers have the same
 // rights.
 func tlsConfigs(cfg Config) (server, client *tls.Config, err error) {

@@ -14,7 +14,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// attempt says how a try differs from the first one, which is the zero value.
+// attempt says how a try differs from the first try, which is the zero value.
 type attempt struct {
 	name     int             // index of the reference to pull, if a short name stands for several
 	whole    bool            // no layer is created from an index

@@ -36,8 +36,8 @@
 //
 // # Errors
 //
-// Errors have the codes of package registry, with one exception: kubelet recognizes an unavailable
-// registry by codes.Unknown and a text that begins with "RegistryUnavailable"
+// Errors have the codes of package registry, with one exception. kubelet recognizes an unavailable
+// registry by codes.Unknown and by a text that begins with "RegistryUnavailable"
 // (k8s.io/cri-api/pkg/errors and k8s.io/cri-client PullImage). This error must reach kubelet
 // without a prefix. The same holds for the error of a rejected signature, see package image.
 package pull

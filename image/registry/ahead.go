@@ -65,8 +65,8 @@ type sample struct {
 
 func (a *ahead) sample(now time.Time) sample { return sample{now, a.arrived.Load(), a.waited} }
 
-// rate returns received bytes per second of waiting: the speed of the network, however busy the
-// reader was.
+// rate returns the received bytes per second of waiting. This is the speed of the network, even if
+// the reader was busy.
 func (s sample) rate(since sample) float64 {
 	return float64(s.arrived-since.arrived) / (s.waited - since.waited).Seconds()
 }

@@ -202,7 +202,7 @@ func (b *Blob) extend() {
 	})
 }
 
-// Stop ends a current Read and makes later ones fail, until [Blob.Resume]. It may be called
+// Stop ends a current Read, and makes later Reads fail until [Blob.Resume]. It may be called
 // concurrently with Read, but not with Resume.
 func (b *Blob) Stop() { b.stop() }
 

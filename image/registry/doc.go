@@ -61,9 +61,9 @@
 //
 // # Errors
 //
-// Errors carry gRPC codes: NotFound, Unauthenticated, PermissionDenied; InvalidArgument for
-// references and credentials that cannot be parsed; FailedPrecondition for invalid host
-// configuration, forbidden redirects, invalid documents and images that this node cannot run;
-// DataLoss for content that has not the expected digest or size. A registry that cannot be reached
-// or that is failing is an [*UnavailableError].
+// Errors carry gRPC codes. NotFound, Unauthenticated and PermissionDenied come from the registry.
+// InvalidArgument is for references and credentials that cannot be parsed. FailedPrecondition is
+// for invalid host configuration, forbidden redirects, invalid documents and images that this node
+// cannot run. DataLoss is for content with a wrong digest or size. A registry that cannot be
+// reached or that is failing is an [*UnavailableError].
 package registry

@@ -114,8 +114,8 @@ func (e *endpoint) noteDown(err error) {
 	}
 }
 
-// maxAuthRounds limits the 401 responses to one request: without authentication, and with a token
-// that has expired or lacks the scope.
+// maxAuthRounds limits the 401 responses to one request. The first may be due to missing
+// authentication, and the second to a token that has expired or lacks the scope.
 const maxAuthRounds = 3
 
 // request sends a request below the repository ("manifests/latest") and authenticates as requested.

@@ -463,8 +463,8 @@ func absolute(dir, name string) string {
 }
 
 // setDefault sets the registry's own address. On loopback the scheme depends on the port, as in
-// containerd. Without a port or with port 443 it is https, and with port 80 http. For other ports,
-// https without verification is tried first, then http.
+// containerd. If there is no port, or port 443, it is https. For port 80 it is http. For other
+// ports, https without verification is tried first, then http.
 func (h *hostConfig) setDefault(domain string) {
 	h.Scheme, h.Host, h.Path, h.Caps = "https", apiHost(domain), "/v2", allCapabilities
 	if !isLoopback(domain) {

@@ -72,7 +72,7 @@ func (c Config) lookaside(ctx context.Context, ref registry.Reference, d digest.
 	return list, nil
 }
 
-// lookasideURL returns the store for an image: the one with the most specific scope.
+// lookasideURL returns the store with the most specific scope for an image.
 func (c Config) lookasideURL(ref registry.Reference) (string, error) {
 	if c.RegistriesDir == "" {
 		return "", nil

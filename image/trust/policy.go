@@ -70,7 +70,7 @@ func (c Config) readPolicy(namespace string) (*policy, error) {
 	return p, nil
 }
 
-// parsePolicy parses a policy.json strictly: a misspelled key must not weaken the policy.
+// parsePolicy parses a policy.json strictly, because a misspelled key must not weaken the policy.
 func parsePolicy(data []byte) (*policy, error) {
 	p := new(policy)
 	d := json.NewDecoder(bytes.NewReader(data))

@@ -37,7 +37,8 @@
 //
 // # Errors
 //
-// Errors with a known cause are an *Error with a code: InvalidArgument for a tar that is no valid
-// layer, FailedPrecondition if it exceeds its Limits, ResourceExhausted if the disk is full,
-// DataLoss for a blob that cannot be decompressed. Errors of the reader are returned as they are.
+// Errors with a known cause are an *Error with a code. It is InvalidArgument for a tar that is no
+// valid layer, and FailedPrecondition if it exceeds its Limits. It is ResourceExhausted if the disk
+// is full, and DataLoss for a blob that cannot be decompressed. Errors of the reader are returned
+// as they are.
 package unpack

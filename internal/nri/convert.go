@@ -31,7 +31,7 @@ type Container struct {
 	Reason, Message                  string
 	PID                              int
 	Resources                        *runtimeapi.LinuxContainerResources // the current limits
-	Spec                             *specs.Spec                         // may have only Process
+	Spec                             *specs.Spec                         // may have only the field Process
 	Adjustment                       *Adjustment                         // changes of plugins at creation; may be nil
 }
 

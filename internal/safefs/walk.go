@@ -111,7 +111,7 @@ func (w *Walk) Close() error {
 }
 
 // Changed reports whether a directory has changed since the walk started. Then the walk may have
-// missed files that moved from an unread directory to one that was read.
+// missed files that moved from an unread directory to a directory that was read.
 func (w *Walk) Changed() bool { return w.changed }
 
 // Incomplete returns why the walk skipped parts of the tree ([ErrTooDeep], [ErrMoved]), or nil. If

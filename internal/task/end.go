@@ -28,7 +28,7 @@ func (r *Runner) End(ctx context.Context, leave func()) (idle bool, err error) {
 	if err = r.Operations.Wait(grace); err != nil {
 		err = fmt.Errorf("operations still in progress: %w", err)
 	}
-	_ = r.Background.Wait(grace) // most operations end at once; the check below repeats this for operations of plugins, which take longer
+	_ = r.Background.Wait(grace) // most operations end at once; the check below is repeated for operations of plugins, which take longer
 	r.Operations.Cancel()
 	leave()
 	rollback, cancel := context.WithTimeout(ctx, operationsLimit)

@@ -1,9 +1,9 @@
 // Package ownership protects running pods from a daemon with the wrong root or state directory.
 //
-// A daemon removes objects that it finds without a record. With an empty, unmounted or foreign root
-// that would be every container of the node. With another state directory it would end all pods as
-// after a reboot. Both directories have the identity of root (state.Identity). Records show which
-// objects root knows.
+// A daemon removes objects that it finds without a record. If root is empty, unmounted or foreign,
+// it would remove every container of the node. With another state directory it would end all pods
+// as after a reboot. Both directories have the identity of root (state.Identity). Records show
+// which objects root knows.
 //
 // # Contract
 //

@@ -71,8 +71,8 @@ func (k Roots) PauseImage(ctx context.Context, reference string) (*state.Image, 
 	return &state.Image{ID: img.ID, Layers: img.Layers, Config: img.Config}, nil
 }
 
-// Pause returns the root filesystem of the embedded pause, one of berth's directories. With an
-// SELinux label it is an overlay, because a bind mount cannot change the labels of files.
+// Pause returns the root filesystem of the embedded pause, one of berth's directories. If it has an
+// SELinux label, it is an overlay, because a bind mount cannot change the labels of files.
 func (k Roots) Pause(dir string, idMap *rootfs.IDMap, label string) rootfs.Spec {
 	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: dir}}, IDMap: idMap}
 	if label != "" {

@@ -6,8 +6,7 @@
 // # Contract
 //
 // The package is pure and only converts measurements. It leaves out missing measurements. Each
-// returned metric is in Descriptors, and no two have the same name and labels. metric is in
-// Descriptors, and no two have the same name and labels.
+// returned metric is in Descriptors, and no two have the same name and labels.
 package metrics
 
 import (

@@ -36,7 +36,7 @@ type launch struct {
 	backend backend
 	io      *stdio
 	init    *os.File // pidfd
-	verdict *os.File // pipe with the container's exit status, if init's exit status is another one; see backend.follow
+	verdict *os.File // pipe with the container's exit status, if it differs from init's; see backend.follow
 	started proto.Started
 	timedTo int64 // end of the last traced step, by trace.Now
 	monitor proto.MonitorParams

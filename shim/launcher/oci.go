@@ -434,8 +434,8 @@ func (e *ociExec) explain(err error) error {
 	return proto.Errorf(proto.FailedPrecondition, "it is not running: %v", err)
 }
 
-// makeCgroup creates the exec's own cgroup. If the runtime can start the process in it, it returns
-// the cgroup's name. Execs in a sandbox have no cgroup.
+// makeCgroup creates the exec's own cgroup. If the runtime can start the process in this cgroup,
+// makeCgroup returns the cgroup's name. Execs in a sandbox have no cgroup.
 func (e *ociExec) makeCgroup(bundle ociruntime.Bundle) (name string) {
 	if e.Runtime.Sandboxed {
 		return ""

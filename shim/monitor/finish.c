@@ -92,8 +92,8 @@ static bool read_zombie(int pid, int *status)
 
 /*
  * await_tracer waits for SIGCHLD, which the kernel sends when init's tracer detaches. The pidfd
- * would be ready all the time. Without a signalfd the function only sleeps for a moment, and the
- * caller polls.
+ * would be ready all the time. If there is no signalfd, the function only sleeps for a moment, and
+ * the caller polls.
  */
 static void await_tracer(struct monitor *m)
 {

@@ -86,7 +86,7 @@ enum {
 	WANT_STDIN = 1,
 	WANT_STDOUT = 2,
 	WANT_STDERR = 4,
-	WANT_END = 8, /* the client is attached and has missed nothing: it gets FRAME_END */
+	WANT_END = 8, /* the client is attached and has missed no output, so it gets FRAME_END */
 
 	ANNOUNCES_END = 1, /* in the answer to FRAME_ATTACH */
 };

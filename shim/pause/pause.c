@@ -336,7 +336,7 @@ __attribute__((noreturn)) static void enter(char **argv, char **env)
 		report(PARENT_FD, CGROUP, -joined);
 		leave(1);
 	}
-	/* Drop the daemon's CPU affinity; the pod's cpuset applies. */
+	/* This drops the daemon's CPU affinity, so that the pod's cpuset applies. */
 	for (size_t i = 0; i < sizeof(cpus) / sizeof(cpus[0]); i++)
 		((volatile unsigned long *)cpus)[i] = ~0UL;
 	SYSCALL(sched_setaffinity, 0, sizeof(cpus), cpus, 0, 0);

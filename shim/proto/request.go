@@ -113,8 +113,8 @@ type Launch struct {
 // Restore is the checkpoint from which a launcher makes a container. The Spec is the same as for a
 // new container. The processes, open files and memory come from the checkpoint.
 //
-// With a sandboxed Runtime it is the checkpoint of the whole sandbox. The sandbox's pause and its
-// container are restored. No process runs before the container is restored.
+// If the Runtime is sandboxed, it is the checkpoint of the whole sandbox. The sandbox's pause and
+// its container are restored. No process runs before the container is restored.
 type Restore struct {
 	CRIU   string        `json:"criu,omitempty"` // path of the program; empty with a Runtime
 	Images string        `json:"images"`         // directory with the images; the launcher does not change it

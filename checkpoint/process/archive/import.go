@@ -83,8 +83,8 @@ var maxJSON = map[string]int64{
 
 // ReadJSON decodes a JSON file of a container from its directory in an imported archive. name is
 // the file's name. The caller passes a struct with the fields that it needs, and other fields are
-// skipped. The error is fs.ErrNotExist for a missing file, and InvalidArgument for one that cannot
-// be decoded or exceeds the limits.
+// skipped. The error is fs.ErrNotExist for a missing file, and InvalidArgument for a file that
+// cannot be decoded or exceeds the limits.
 func ReadJSON(dir *os.File, name string, into any) error {
 	data, err := safefs.ReadFile(dir, name, maxJSON[name])
 	if errors.Is(err, fs.ErrNotExist) {

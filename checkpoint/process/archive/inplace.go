@@ -65,8 +65,8 @@ func findLargest(dir *os.File) (largest File, err error) {
 	return largest, err
 }
 
-// packFront returns what precedes the content of the largest file in the tar: the manifest and
-// headers. Its length is a multiple of the filesystem's block size. packed are the directories in
+// packFront returns the manifest and the headers, which precede the content of the largest file in
+// the tar. Its length is a multiple of the filesystem's block size. packed are the directories in
 // it.
 func packFront(ctx context.Context, dir, file *os.File, largest File) (_ []byte, packed map[string]bool, err error) {
 	var front bytes.Buffer

@@ -33,7 +33,7 @@ import (
 // Stream names the output stream of a record.
 type Stream string
 
-// The streams of a container. With a terminal all output is Stdout.
+// The streams of a container. If the container has a terminal, all output is Stdout.
 const (
 	Stdout Stream = "stdout"
 	Stderr Stream = "stderr"
@@ -41,7 +41,7 @@ const (
 
 // Record is one record of a log file, or a whole line joined from several records.
 type Record struct {
-	Time    time.Time // when the runtime read it; the first part's if joined
+	Time    time.Time // when the runtime has read it; for a joined line, the time of its first part
 	Stream  Stream
 	Partial bool   // the line continues in the next record of the same stream
 	Content []byte // without the newline

@@ -145,7 +145,7 @@ const sandboxPages = "pages.img"
 type restoringNode struct {
 	settings restoreSettings   // of the daemon
 	version  criu.Version      // of CRIU
-	criu     string            // why CRIU cannot be used; empty: it can
+	criu     string            // why CRIU cannot be used; empty: it can be used
 	handlers []string          // "": the default
 	programs map[string]string // versions of the programs of handlers that do not use berth's own runtime
 	images   []string          // IDs

@@ -107,7 +107,7 @@ type copying struct {
 	options copytree.Options
 }
 
-// roots opens the container's root and the host's. The container's root is the one of its mount
+// roots opens the container's root and the host's. The container's root is the root of its mount
 // namespace, with all its mounts.
 func (c *copying) roots() (container, host *os.File, users, groups idMap, err error) {
 	dir := fmt.Sprintf("/proc/%d/", c.process.pid)

@@ -8,8 +8,8 @@
 // their files removed, or with an error that names the remains. Only detached pods stay, until
 // Stop and RemoveFiles.
 //
-// A pod's files are found by its uid: the sandbox has it in its metadata, and the files are in the
-// directory of that name.
+// A pod's files are found by its uid. The sandbox has the uid in its metadata, and the files are in
+// the directory with this name.
 package podrun
 
 import (
@@ -221,8 +221,8 @@ func interruptedOr(ctx context.Context, err error) error {
 	return err
 }
 
-// startSandbox runs the pod sandbox. An interrupt does not cancel the call, because it is short,
-// and after a cancelled call the sandbox may or may not exist.
+// startSandbox runs the pod sandbox. An interrupt does not cancel the call, because the call is
+// short. After a cancelled call it would be unknown whether the sandbox exists.
 func (r *podRun) startSandbox() error {
 	ctx, cancel := context.WithTimeout(r.life, callTimeout)
 	defer cancel()

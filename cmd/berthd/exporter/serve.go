@@ -60,9 +60,9 @@ func (e *Exporter) Listen(state, address string, log *slog.Logger) (_ *Servers, 
 	return s, nil
 }
 
-// Prepare opens an address for metrics. apply serves on it and closes the present one. The caller
-// must call apply. After an error the present address stays. An address whose port is in use by the
-// present one, such as 0.0.0.0:9464 after 127.0.0.1:9464, is an error.
+// Prepare opens an address for metrics. apply serves on it and closes the present address. The
+// caller must call apply. After an error the present address stays. It is an error if the present
+// address uses the same port, for example 0.0.0.0:9464 after 127.0.0.1:9464.
 func (s *Servers) Prepare(address string) (apply func(), err error) {
 	if address == s.address {
 		return func() {}, nil

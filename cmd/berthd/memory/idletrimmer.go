@@ -59,7 +59,7 @@ func (t *IdleTrimmer) Changing() (done func()) {
 func (t *IdleTrimmer) restart() {
 	select {
 	case t.changed <- struct{}{}:
-	default: // run has not seen the previous one yet
+	default: // run has not seen the previous change yet
 	}
 }
 

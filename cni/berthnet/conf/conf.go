@@ -114,7 +114,7 @@ type IPRange struct {
 type Range struct {
 	Subnet      netip.Prefix // masked
 	First, Last netip.Addr   // inclusive
-	Gateway     netip.Addr   // the bridge's, never assigned
+	Gateway     netip.Addr   // the bridge's address, which is never assigned
 }
 
 // Port is a host port. An invalid HostIP means all of the node's addresses.

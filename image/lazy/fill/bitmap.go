@@ -44,7 +44,7 @@ func readBitmap(f *os.File, n int) (bitmap, error) {
 	return bitmap(p[len(filledMagic):body:body]), nil
 }
 
-// write writes the bits durably, over the ones in the file.
+// write overwrites the bits in the file durably.
 func (b bitmap) write(f *os.File) error {
 	p := append([]byte(filledMagic), b...)
 	sum := sha256.Sum256(p)

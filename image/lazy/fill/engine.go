@@ -26,8 +26,8 @@ import (
 type Source interface {
 	// Range returns size bytes of the blob from an offset. The Engine verifies them. It closes the
 	// reader. If the bytes are wrong, and the reader is a Rejecter, it calls Reject before Close.
-	// Calls may be concurrent. An error means that no host serves the blob now; the Engine asks
-	// again later. A Range must fail when it makes no progress for some time, because it holds
+	// Calls may be concurrent. An error means that no host serves the blob now. The Engine then
+	// asks again later. A Range must fail when it makes no progress for some time, because it holds
 	// memory of Config.Memory. It must not read files of incomplete layers.
 	Range(ctx context.Context, offset, size int64) (io.ReadCloser, error)
 }

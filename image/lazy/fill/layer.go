@@ -153,7 +153,7 @@ type Layer struct {
 	hashFailed bool      // nothing is hashed before finish
 	complete   bool
 	failed     error // the layer cannot be filled; its missing ranges are denied
-	denied     bool  // all ranges are denied: filled ones may be wrong, too
+	denied     bool  // all ranges are denied, because filled ranges may be wrong, too
 }
 
 // Prove shows that an index of chunks is true of the layer's tar. It gets the blob, which has the
@@ -289,7 +289,8 @@ func (l *Layer) contentOf(i int) (sum int64) {
 	return sum
 }
 
-// register adds the layer and sets the mark, in this order: an event of an unknown layer is denied.
+// register adds the layer and then sets the mark. In the other order, an event could come from an
+// unknown layer, which is denied.
 func (e *Engine) register(l *Layer) error {
 	e.mu.Lock()
 	twice := e.layers[l.inode] != nil
@@ -385,7 +386,7 @@ func (l *Layer) readAhead(w *waiter) {
 		return
 	}
 	last := w.spans[len(w.spans)-1].span
-	l.ahead = l.ahead[:0] // an older one is worth less
+	l.ahead = l.ahead[:0] // an older access is worth less
 	for i := last + 1; i <= min(last+readAheadSpans, l.x.SpanAt(end-1)); i++ {
 		l.ahead = append(l.ahead, i)
 	}

@@ -15,8 +15,8 @@ import (
 // ErrLost is wrapped by the error of a layer whose data could not be made durable.
 var ErrLost = errors.New("the data of the layer is lost")
 
-// syncAll records filled spans until the Engine's end: some time after the first one, or at once if
-// much was filled.
+// syncAll records filled spans until the Engine's end. It does so some time after the first span,
+// or at once if much was filled.
 func (e *Engine) syncAll() {
 	ctx := e.life.Context()
 	for {

@@ -42,7 +42,7 @@ func (l *Layer) openTarHash(ctx context.Context) (*tarHash, error) {
 	return &tarHash{tar: tar, sum: l.x.DiffID.Algorithm().Hash()}, nil
 }
 
-// to hashes up to an offset of the tar.
+// to hashes the tar up to an offset.
 func (h *tarHash) to(end int64) error {
 	part := onlyReader{io.NewSectionReader(h.tar, h.at, end-h.at)}
 	n, err := io.CopyBuffer(onlyWriter{h.sum}, part, make([]byte, hashBuffer))

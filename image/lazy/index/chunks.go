@@ -70,7 +70,8 @@ func (x *Index) encodeChunks() ([]byte, error) {
 	return append(b, sum[:]...), nil
 }
 
-// startPoints encodes the points of an index that is not sealed: all begin a member or frame.
+// startPoints encodes the points of an index that is not sealed. All of them begin a member or
+// frame.
 func (x *Index) startPoints() (b []byte) {
 	var last Point
 	for i := range x.Points {

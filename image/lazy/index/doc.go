@@ -5,8 +5,9 @@
 //
 // The package is a pure format: it reads and writes no files. An Index is immutable once it is
 // complete. Decode trusts nothing. It limits its memory by the length of its input, and it returns
-// only an Index whose numbers are consistent. It cannot tell whether they are true: a blob may have
-// compromised the process that noted the points. Wrong points give a tar with a wrong digest.
+// only an Index whose numbers are consistent. It cannot tell whether they are true, because a blob
+// may have compromised the process that noted the points. Wrong points give a tar with a wrong
+// digest.
 //
 // The states of an index cannot be wrong, because the daemon takes them itself while it hashes the
 // blob. So Verify shows that bytes belong to the blob before anything decompresses them.
@@ -22,8 +23,8 @@
 //
 // An index that is made from a blob's table of contents has no states, because nobody has hashed
 // the blob yet. It has the digests of the files' chunks instead. So bytes are verified after
-// decompression, and only if they are file content. The tar of such an index is not the blob's: it
-// joins what each span has up to the end of its last chunk. Nothing shows that the table is true
+// decompression, and only if they are file content. The tar of such an index is not the blob's tar.
+// It joins the spans, each up to the end of its last chunk. Nothing shows that the table is true
 // before the whole blob was unpacked (package fill, "Tables of contents").
 //
 // A sealed index is made of SOCI's table. It has a digest of each span's bytes in the blob, and no

@@ -261,7 +261,7 @@ func (s *surveyor) add(e *entry) error {
 }
 
 // name checks that no two entries have the same name, unless they are directories. Unpacking would
-// drop the content of the first one.
+// drop the content of the first entry.
 func (s *surveyor) name(name string, isDir bool) error {
 	hash := maphash.String(s.seed, path.Clean("/"+name))
 	if wasDir, there := s.names[hash]; there && !(wasDir && isDir) {

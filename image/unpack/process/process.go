@@ -68,10 +68,10 @@ func Open(path string, stall time.Duration, log *slog.Logger) (*Program, error) 
 // Close closes the program. Unpack must not run during or after Close.
 func (p *Program) Close() error { return p.exe.Close() }
 
-// Unpack is unpack.Layer in a separate process. It has further errors: Unavailable if the process
-// died or stalled, FailedPrecondition if it used more CPU time than any layer can need, Internal if
-// it could not be started or violated the protocol. It waits for the current Read of the blob. If a
-// Read may take long, the blob must be an unpack.Stopper.
+// Unpack is unpack.Layer in a separate process. It has further errors. It returns Unavailable if
+// the process died or stalled, and FailedPrecondition if it used more CPU time than any layer can
+// need. It returns Internal if the process could not be started or violated the protocol. It waits
+// for the current Read of the blob. If a Read may take long, the blob must be an unpack.Stopper.
 func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 	return p.do(ctx, tree, nil, blob, job)
 }

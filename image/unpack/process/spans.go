@@ -41,8 +41,8 @@ func (p *Program) Inflate(dir string, kind index.Compression, tarSize int64) (*I
 
 // Span returns the out bytes of the tar in a span. in is the span's verified part of the blob, from
 // p.In on. The result may be false: see Unpack. The error is DataLoss if in does not decompress to
-// out bytes, Unavailable if the process died or took longer than the limit of Open, or the error of
-// ctx.
+// out bytes. It is Unavailable if the process died or took longer than the limit of Open. Otherwise
+// it is the error of ctx.
 func (i *Inflater) Span(ctx context.Context, p index.Point, in []byte, out int64) ([]byte, error) {
 	if out < 0 || out > index.MaxSpan {
 		return nil, errdefs.New(codes.DataLoss, "span of %d bytes", out)

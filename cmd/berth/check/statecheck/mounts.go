@@ -35,7 +35,7 @@ func compareMounts(f *facts, d *finder) {
 }
 
 // expectedMounts returns the mount points that must exist, with the object of each, and further
-// ones that may exist.
+// mount points that may exist.
 func (f *facts) expectedMounts() (expected map[string]string, allowed map[string]bool) {
 	expected, allowed = map[string]string{}, map[string]bool{}
 	for _, point := range []string{f.node.State, f.dirs.SharedMounts(), f.dirs.RootPlace()} {

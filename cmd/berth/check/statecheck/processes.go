@@ -139,7 +139,7 @@ func (f *facts) compareMember(d *finder, p *process) {
 }
 
 // groupOf returns the ID in the name of a process's cgroup, preferably of a recorded object. It
-// returns "" for a process outside such cgroups, or if this process is in the same one.
+// returns "" for a process outside such cgroups, or if this process is in the same cgroup.
 func (f *facts) groupOf(p *process) string {
 	var found string
 	for _, group := range p.groups {
