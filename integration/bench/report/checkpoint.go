@@ -48,7 +48,17 @@ func (c Checkpoints) Print(w io.Writer) error {
 }
 
 func (c Checkpoints) markdown(out *bytes.Buffer) error {
-	fmt.Fprintf(out, checkpointHeading+`
+	out.WriteString(checkpointHeading + "\n")
+	t := tableWriter{w: out}
+	t.printf("| | goal | %s | berth | ratio |\n|---|---:|---:|---:|---:|\n", ByHand)
+	for _, row := range CheckpointRows {
+		theirs, ours := c.Results.Of(row.Key, ByHand), c.Results.Of(row.Key, Ours)
+		t.printf("| %s, %s | %s | %s | %s | %s |\n", row.Title, row.Unit, row.goal(), spread(row, *theirs, false), spread(row, *ours, true), ratio(*theirs, *ours))
+	}
+	if t.err != nil {
+		return t.err
+	}
+	fmt.Fprintf(out, `
 %s
 Berth beside runc and CRIU by hand (`+"`contrib/bench -checkpoint`"+`). A cell holds median, minimum and maximum. The ratio is that of the medians. A bold median reaches its goal.
 Before each sample a small program is started ten times. That took %.1f ms (median of the slowest row).
@@ -61,17 +71,7 @@ Before each sample a small program is started ten times. That took %.1f ms (medi
 - "start" begins with StartContainer or runc restore, and ends when the process looks at the clock.
 - The CPU time includes all programs and the container itself.
 - "first frozen to last frozen" compares the times of the last looks before the gap, so it is up to a millisecond too long. By hand it is ten times runc pause at the same time.
-
 `, c.Setting, c.Results.slowestPace())
-	t := tableWriter{w: out}
-	t.printf("| | goal | %s | berth | ratio |\n|---|---:|---:|---:|---:|\n", ByHand)
-	for _, row := range CheckpointRows {
-		theirs, ours := c.Results.Of(row.Key, ByHand), c.Results.Of(row.Key, Ours)
-		t.printf("| %s, %s | %s | %s | %s | %s |\n", row.Title, row.Unit, row.goal(), spread(row, *theirs, false), spread(row, *ours, true), ratio(*theirs, *ours))
-	}
-	if t.err != nil {
-		return t.err
-	}
 	misses(out, CheckpointRows, c.Results, "\n")
 	failures(out, CheckpointRows, c.Results, []string{ByHand, Ours}, "\n### What failed\n\n")
 	out.WriteString("\n")

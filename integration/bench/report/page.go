@@ -97,13 +97,15 @@ const drawingsHeading = "## Where the time goes\n"
 func (p Page) markdown(out *bytes.Buffer, checkpoints string) error {
 	fmt.Fprint(out, `# Performance
 
-For everyone who compares runtimes. A cell holds the median and, after the slash, the 99th percentile. A bold value reaches its goal.
-[How to read the table](#how-to-read-the-table) and [how it was measured](#measurement) are below it.
+For everyone who compares runtimes.
 
 `)
 	if err := Table(out, p.Results, p.Columns, func(Row) bool { return true }); err != nil {
 		return err
 	}
+	fmt.Fprint(out, `
+A cell holds the median and, after the slash, the 99th percentile. A bold value reaches its goal. [How to read the table](#how-to-read-the-table) has the details.
+`)
 	p.explain(out)
 	misses(out, Rows, p.Results, "\n## Goals that berth does not reach\n\n")
 	var names []string
