@@ -138,7 +138,8 @@ func (n *Network) pluginContext(ctx context.Context) (context.Context, context.C
 	return context.WithTimeout(context.WithoutCancel(ctx), n.cfg.Timeout)
 }
 
-// await runs a function that executes plugins, and waits until it returns or Leave is called.
+// await runs a function that executes plugins. It waits until the function returns or Leave is
+// called.
 func (n *Network) await(what string, run func() error) error {
 	done := make(chan task.Outcome, 1)
 	go func() { done <- task.Catch(run) }() // ends before await returns, or when the process exits

@@ -24,7 +24,7 @@ type CachedResult struct {
 
 // CachedResults returns the results of ADDs that no DEL has undone, from libcni's cache in the
 // CacheDir of a [Config]. A [Network] may use the directory at the same time: CachedResults omits
-// files that vanish meanwhile. A file that cannot be decoded gives a result without PodID.
+// files that disappear meanwhile. A file that cannot be decoded gives a result without PodID.
 func CachedResults(cacheDir string) ([]CachedResult, error) {
 	dir := filepath.Join(cacheDir, "results") // see libcni, getCacheFilePath
 	entries, err := os.ReadDir(dir)
@@ -91,9 +91,9 @@ func cachedResult(file string, data []byte) CachedResult {
 	return r
 }
 
-// MayHold reports whether a pod may still own network resources. It is for pods without a record,
-// whose network configuration is lost. It checks for a network namespace, a cached result, and an
-// address in the default directory of an IPAM plugin.
+// MayHold reports whether a pod may still own network resources. It serves for pods without a
+// record, whose network configuration is lost. It checks for a network namespace, a cached result,
+// and an address in the default directory of an IPAM plugin.
 func (n *Network) MayHold(podID, netnsPath string) (bool, error) {
 	if netns.Existing(netnsPath) != "" {
 		return true, nil

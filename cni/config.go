@@ -126,8 +126,8 @@ func loadFile(file string) (*libcni.NetworkConfigList, error) {
 // could block the owner goroutine.
 func readConf(file string) ([]byte, error) { return safefs.ReadHostFile(file, maxConfSize) }
 
-// parseConf decodes a list, or a single plugin's configuration as a list of one. It validates the
-// name and the version; validateList checks the rest.
+// parseConf decodes a list. It converts a single plugin's configuration to a list of one. It
+// validates the name and the version, and validateList checks the rest.
 func parseConf(data []byte, isList bool) (*libcni.NetworkConfigList, error) {
 	list, err := decodeConf(data, isList)
 	if err != nil {
@@ -162,9 +162,9 @@ func hasPlugins(data []byte) bool {
 	return json.Unmarshal(data, &raw) == nil && raw.Plugins != nil
 }
 
-// knownVersion refuses a configuration whose CNI versions this runtime does not support. libcni has
-// set v to the highest supported version of cniVersion and cniVersions, or to "" if it supports
-// none of them. "" otherwise means 0.1.0.
+// knownVersion refuses a configuration if this runtime supports none of its CNI versions. libcni
+// has set v to the highest supported version in cniVersion and cniVersions, or to "" if none is
+// supported. In other places, "" means 0.1.0.
 func knownVersion(data []byte, v string) error {
 	var raw struct {
 		CNIVersions []string `json:"cniVersions"`
@@ -242,7 +242,8 @@ func validateList(list *libcni.NetworkConfigList) error {
 	return nil
 }
 
-// ConfiguredList returns the configuration list in confDir that new pods join, nil without one.
+// ConfiguredList returns the configuration list in confDir that new pods join, or nil if there is
+// none.
 func ConfiguredList(confDir string) []byte {
 	net, _, err := load(confDir)
 	if err != nil {

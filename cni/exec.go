@@ -70,9 +70,9 @@ func (r *runner) FindInPath(plugin string, dirs []string) (string, error) {
 }
 
 // ExecPlugin runs a plugin and returns its stdout. If ctx ends first, it kills the plugin and its
-// children, and returns DeadlineExceeded or Canceled. For a failure that the plugin reported, the
-// error wraps a *types.Error and its code follows the specification's error code: Unavailable for
-// "try again", FailedPrecondition for a bad configuration, otherwise Internal.
+// children, and returns DeadlineExceeded or Canceled. If the plugin has reported a failure, the
+// error wraps a *types.Error. Its code follows the specification's error code: Unavailable for "try
+// again", FailedPrecondition for a bad configuration, otherwise Internal.
 func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, environ []string) ([]byte, error) {
 	began := time.Now()
 	plugin, ok := strings.CutPrefix(path, builtInPath)
@@ -98,7 +98,7 @@ func (r *runner) exec(ctx context.Context, path string, stdin []byte, environ []
 	if err != nil && run.verb == "ADD" {
 		return nil, err
 	}
-	if err != nil { // DEL must run on a full disk: it may free space
+	if err != nil { // DEL must run on a full disk, because it may free space
 		r.log.Warn("run CNI plugin without a note and a cgroup", "plugin", path, "verb", run.verb, "error", err)
 	}
 	defer func() { r.runs.end(noted, !run.killed) }()
@@ -235,8 +235,8 @@ func (p *pluginRun) result() ([]byte, error) {
 	return p.stdout, nil
 }
 
-// failure returns the error that the plugin printed. If the plugin printed none, the error quotes
-// the output.
+// failure returns the error that the plugin printed. If the plugin printed no error, the returned
+// error quotes the output.
 func (p *pluginRun) failure(exit error) *types.Error {
 	e := &types.Error{}
 	if err := json.Unmarshal(p.stdout, e); err != nil || (e.Code == 0 && e.Msg == "") {
@@ -276,8 +276,8 @@ func (n *Network) runVerb(ctx context.Context, list *libcni.NetworkConfigList, p
 	return invoke.ExecPluginWithoutResult(ctx, path, conf.Bytes, args, n.plugins)
 }
 
-// withoutServiceVars drops the service manager's variables. With them a plugin could report berth's
-// readiness or take its listening sockets.
+// withoutServiceVars drops the service manager's variables. If it got these variables, a plugin
+// could report berth's readiness or take its listening sockets.
 func withoutServiceVars(environ []string) []string {
 	var out []string
 	for _, kv := range environ {

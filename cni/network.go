@@ -63,10 +63,10 @@ const (
 // Config has the paths and limits of a [Network]. All paths are absolute.
 type Config struct {
 	ConfDir  string   // configuration files; may not exist
-	BinDirs  []string // plugin directories, first match wins; plugins get them as CNI_PATH
+	BinDirs  []string // plugin directories, of which the first with the plugin counts; plugins get them as CNI_PATH
 	CacheDir string   // libcni's cache of results, private to berth; survives a restart
-	// notes of running plugins, lost at a reboot; "": plugins run without notes and cgroups, and
-	// their children can outlive them
+	// has notes of running plugins, lost at a reboot; "": plugins run without notes and cgroups,
+	// and their children can outlive them
 	RunDir  string
 	Timeout time.Duration // of one ADD or DEL; 0: DefaultTimeout
 	Waits   *task.Waits   // register of waits; may be nil
@@ -172,13 +172,13 @@ func (n *Network) Close() {
 	n.done.Wait()
 }
 
-// Status returns nil if pods can join the network. Errors: FailedPrecondition without a valid
-// configuration or with a plugin that is not installed. Unavailable if a plugin's STATUS (CNI 1.1)
+// Status returns nil if pods can join the network. The error is FailedPrecondition if there is no
+// valid configuration, or if a plugin is not installed. Unavailable if a plugin's STATUS (CNI 1.1)
 // failed or still runs.
 //
-// The answer comes from memory. An answer older than a second, or other plugins than it is about,
-// trigger a reload in the background. Status waits for it at most a second, so that it knows which
-// plugins are installed now.
+// The answer comes from memory. If the answer is older than a second, or if the plugins have
+// changed, Status triggers a reload in the background. It waits for the reload for at most a
+// second, so that it knows which plugins are installed now.
 func (n *Network) Status(ctx context.Context) error {
 	if v := n.view.Load(); time.Since(v.at) > maxViewAge || n.pluginsChanged(v) {
 		n.awaitRefresh(ctx)
@@ -239,14 +239,14 @@ func (n *Network) AskStatus(ctx context.Context) error {
 	return n.askStatus(ctx, v.net.list, n.ranges.Load())
 }
 
-// SetIPRanges sets the address ranges of new pods. STATUS uses them at once. The caller passes them
-// to [Network.Add] in the IPRanges of a [Pod], because a pod keeps its ranges.
+// SetIPRanges sets the address ranges of new pods. STATUS uses the ranges at once. The caller
+// passes them to [Network.Add] in the IPRanges of a [Pod], because a pod keeps its ranges.
 func (n *Network) SetIPRanges(ranges [][]IPRange) {
 	n.ranges.Store(&ranges)
 	n.askRefresh()
 }
 
-// IPRanges returns the ranges of new pods, nil if none were set.
+// IPRanges returns the ranges of new pods, or nil if no ranges were set.
 func (n *Network) IPRanges() [][]IPRange {
 	if ranges := n.ranges.Load(); ranges != nil {
 		return *ranges
@@ -273,8 +273,8 @@ func (n *Network) askRefresh() {
 }
 
 // Plan returns the attachment of a new pod, which the caller stores before [Network.Add]. It
-// returns FailedPrecondition without a valid configuration. Plan ignores STATUS, because the plugin
-// refuses an ADD that it cannot do.
+// returns FailedPrecondition if there is no valid configuration. Plan ignores STATUS, because a
+// plugin that is not ready refuses ADD.
 func (n *Network) Plan() (Attachment, error) {
 	v := n.view.Load()
 	if v.net == nil {
@@ -291,7 +291,7 @@ type Info struct {
 	Network    string    `json:"network,omitempty"`    // its name
 	CNIVersion string    `json:"cniVersion,omitempty"` // the specification version in use
 	Plugins    []string  `json:"plugins,omitempty"`    // their types, in chain order
-	Skipped    []Skipped `json:"skipped,omitempty"`    // invalid files before it
+	Skipped    []Skipped `json:"skipped,omitempty"`    // invalid files that precede it
 	Error      string    `json:"error,omitempty"`      // the reason why the network is not ready
 	At         time.Time `json:"at"`                   // when the configuration was last read
 }

@@ -26,7 +26,7 @@ type view struct {
 	skipped []Skipped // invalid files before net's
 	loadErr error     // the reason if net is nil
 	missing error     // a plugin that is not installed
-	plugins []program // of net's chain; nil if one is missing
+	plugins []program // paths of the plugins in net's chain; nil if a plugin is missing
 
 	versioned  bool      // VERSION of plugins has run
 	versionErr error     // a plugin is too old
@@ -56,7 +56,7 @@ type owner struct {
 	n   *Network
 	ctx context.Context // ends with Close
 
-	watch    *watcher // nil: no inotify instance, only Status triggers a reload
+	watch    *watcher // nil: no inotify instance, so only Status triggers a reload
 	events   <-chan fsnotify.Event
 	errs     <-chan error
 	watchErr string // the last failure to watch; it is logged once
@@ -72,7 +72,7 @@ type owner struct {
 // status is the result of one round of VERSION and STATUS.
 type status struct {
 	net        *network
-	plugins    []program    // those that VERSION ran
+	plugins    []program    // the plugins that VERSION ran
 	versionErr error        // a plugin is too old
 	ranges     *[][]IPRange // the ranges that STATUS got
 	err        error
@@ -111,14 +111,14 @@ func (o *owner) run() {
 				o.changed()
 			}
 		case err := <-o.errs:
-			// An overflow of the queue lost events: reload everything.
+			// If the queue overflowed, events are lost, and everything is reloaded.
 			o.n.log.Warn("watch CNI configuration", "dir", o.n.dirs.Load().conf, "error", err)
 			o.changed()
 		case <-o.settle:
 			o.settle = nil
 			o.refresh()
 		case <-o.n.refresh:
-			if o.settle == nil { // else the refresh follows the burst of changes
+			if o.settle == nil { // otherwise the refresh follows after the burst of changes
 				o.refresh()
 			}
 		case <-o.n.moved:
@@ -131,7 +131,7 @@ func (o *owner) run() {
 	}
 }
 
-// refresh reads the directory and asks the plugins. The round ends with their answers.
+// refresh reads the directory and asks the plugins. The round ends when they have answered.
 func (o *owner) refresh() {
 	o.reload()
 	o.probe()
@@ -298,7 +298,8 @@ func (o *owner) endStatus(s status) {
 	o.n.endRound()
 }
 
-// askStatus runs STATUS for each plugin of the chain. Plugins without the verb count as ready.
+// askStatus runs STATUS for each plugin of the chain. A plugin that does not know the verb counts
+// as ready.
 func (n *Network) askStatus(ctx context.Context, list *libcni.NetworkConfigList, ranges *[][]IPRange) error {
 	for _, p := range list.Plugins {
 		err := n.runVerb(ctx, list, p, "STATUS", rangesConfig(p, ranges))

@@ -26,7 +26,7 @@ type Pod struct {
 	Bandwidth    *Bandwidth
 	DNS          *DNS
 	IPRanges     [][]IPRange
-	PreferredIPs []netip.Addr // of berth's own: addresses to assign if they are free
+	PreferredIPs []netip.Addr // a capability of berth: addresses to assign if they are free
 	CgroupPath   string
 }
 
@@ -38,7 +38,7 @@ type PortMapping struct {
 	HostIP        string `json:"hostIP,omitempty"`
 }
 
-// Bandwidth limits the pod's traffic. Rates are in bits per second, bursts in bits; 0 means no
+// Bandwidth limits the pod's traffic. Rates are in bits per second, and bursts in bits. 0 means no
 // limit.
 type Bandwidth struct {
 	IngressRate  uint64 `json:"ingressRate,omitempty"`
@@ -68,7 +68,7 @@ const (
 	capBandwidth    = "bandwidth"
 	capDNS          = "dns"
 	capIPRanges     = "ipRanges"
-	capPreferredIPs = "preferredIPs" // berth-net's own; the capability ips of CNI fails if an address is used
+	capPreferredIPs = "preferredIPs" // a capability of berth-net; CNI's capability ips fails if an address is used
 	capCgroupPath   = "cgroupPath"
 )
 
@@ -137,7 +137,7 @@ const (
 	egressAnnotation  = "kubernetes.io/egress-bandwidth"
 )
 
-// Bounds of a rate in bits per second, as in kubelet's validation of bandwidth.
+// Bounds of a rate in bits per second, as kubelet validates bandwidth.
 var minRate, maxRate = resource.MustParse("1k"), resource.MustParse("1P")
 
 // ParseBandwidth reads the limits from a pod's annotations. It returns nil if the pod has none.

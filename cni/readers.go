@@ -16,9 +16,9 @@ type Readers struct {
 }
 
 // PluginReader inspects a plugin that assigns addresses. conf is the plugin configuration that GC
-// gets, maybe of an earlier version of the plugin. If it names no network, the methods return no
-// item and no error, because the plugin has never attached a pod with it. The methods change
-// nothing.
+// gets. An earlier version of the plugin may have used it. If conf names no network, the methods
+// return no item and no error, because the plugin has never attached a pod with it. The methods
+// change nothing.
 type PluginReader interface {
 	// Reservations returns the addresses that the plugin keeps for pods.
 	Reservations(conf []byte) ([]Reservation, error)

@@ -24,12 +24,12 @@ import (
 // A note in a private directory names the cgroup. The note is written before the cgroup's creation
 // and removed after its removal, so the next daemon finds unfinished runs. It waits some seconds
 // for them and then kills the processes in the cgroup. It waits because a DEL that is killed
-// half-way may not be able to continue. For example, the bridge plugin deletes its link first, and
-// finds its iptables rules by the link's addresses.
+// half-way may not be able to continue. For example, the bridge plugin deletes its link first, but
+// needs the link's addresses to find its iptables rules.
 //
-// Children may outlive a plugin that exits. They are not killed. The note's suffix marks the run as
-// over, and a later run or daemon removes the cgroup once it is empty. This file does not read
-// /proc/PID, because a process can make those files arbitrarily large.
+// Children may outlive a plugin that exits. They are not killed. The note's suffix then marks the
+// run as over, and a later run or daemon removes the cgroup once it is empty. This file does not
+// read /proc/PID, because a process can make those files arbitrarily large.
 
 const (
 	runPrefix = "berth-cni-" // prefix of cgroups and notes
@@ -45,7 +45,7 @@ const (
 type runs struct {
 	dir    string           // private, lost at a reboot; "": no notes and no cgroups
 	prefix string           // prefix of this directory's cgroups and notes
-	groups *cgroup.Children // nil: the daemon could not create cgroups when it started
+	groups *cgroup.Children // nil: no cgroups, because the daemon could not create them when it started
 	absent error            // the reason if groups is nil
 	log    *slog.Logger
 
@@ -84,8 +84,8 @@ func prefixOf(dir string) (string, error) {
 	return fmt.Sprintf("%s%x-%x-", runPrefix, s.Dev, s.Ino), nil
 }
 
-// begin writes the note of a run and creates its cgroup. After an error neither exists, and the
-// caller decides whether the plugin runs without a cgroup.
+// begin writes the note of a run and creates its cgroup. After an error neither of them exists. The
+// caller then decides whether the plugin runs without a cgroup.
 func (r *runs) begin(what string) (run, error) {
 	if r.dir == "" {
 		return run{}, nil
@@ -188,7 +188,7 @@ func (r *runs) removeOver() {
 		busy = append(busy, this)
 	}
 	r.mu.Lock()
-	r.over = append(r.over, busy...) // append, so that the next call tries the others
+	r.over = append(r.over, busy...) // appended, so that the next call tries other cgroups first
 	r.mu.Unlock()
 }
 
@@ -203,7 +203,7 @@ func (r *runs) forget(this run) {
 
 // endAll waits for plugins of an earlier daemon and kills the remaining ones. If they continued
 // after this daemon's DEL, their changes would never be undone. The error names cgroups whose
-// processes cannot be killed; the next daemon tries again. endAll takes at most leftTimeout and
+// processes cannot be killed. The next daemon tries again. endAll takes at most leftTimeout and
 // killTimeout, and some milliseconds per run.
 func (r *runs) endAll(ctx context.Context) error {
 	if r.dir == "" {

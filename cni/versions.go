@@ -40,8 +40,8 @@ func (n *Network) findPlugins(list *libcni.NetworkConfigList) (found []program, 
 }
 
 // checkVersions returns FailedPrecondition for the first plugin that is too old for the cniVersion
-// of the list, because it refuses every ADD. A plugin that does not tell its versions counts as new
-// enough.
+// of the list, because it refuses every ADD. If a plugin does not tell its versions, it counts as
+// new enough.
 func checkVersions(ctx context.Context, list *libcni.NetworkConfigList, programs []program) error {
 	wanted := list.CNIVersion
 	if wanted == "" {

@@ -83,7 +83,7 @@ func planWatch(dir string) watchPlan {
 	var p watchPlan
 	at, rest := "/", components(dir)
 	for steps := 0; len(rest) > 0; steps++ {
-		next := filepath.Join(at, rest[0]) // resolves ".." correctly: at has no symlinks
+		next := filepath.Join(at, rest[0]) // this resolves ".." correctly, because at has no symlinks
 		p.dirs = append(p.dirs, at)
 		p.names = append(p.names, next)
 		info, err := os.Lstat(next)

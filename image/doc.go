@@ -7,18 +7,18 @@
 //   - [Image] is what a caller sees of an image. It is immutable.
 //   - [Snapshot] is all images of one moment. List, Get and the pulls read it behind an atomic
 //     pointer, and use neither locks nor the disk.
-//   - [Store] changes images. One writer at a time writes a record, and then shows the next
-//     Snapshot.
+//   - [Store] changes images. One writer at a time writes a record, and then makes the next
+//     Snapshot visible.
 //   - layer.Store, one for each form of layers (directories, EROFS), has the files. A layer's name is
 //     made of the digests of its blob and its tar.
 //
 // # A pull
 //
 // A pull acquires the layers of its image ([Store.Acquire]), so that nothing deletes them. It
-// creates the missing ones in a layer store, and commits the image ([Store.Commit]). The record is
-// written last, so an image exists from the moment its record is durable, and a partial image is
-// never visible. What a failed pull has received is kept for Config.PartialTTL, for the next pull,
-// and deleted before anything else.
+// creates the missing layers in a layer store, and commits the image ([Store.Commit]). The record
+// is written last, so an image exists from the moment its record is durable, and a partial image is
+// never visible. The content that a failed pull has received is kept for the next pull, for
+// Config.PartialTTL. If disk space is short, it is deleted first.
 //
 // # A container
 //

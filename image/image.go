@@ -31,7 +31,7 @@ type Image struct {
 }
 
 // ArtifactType is the annotation with the type of an artifact in CRI's image lists, which have no
-// field for it.
+// field for the type.
 const ArtifactType = "berth.artifact-type"
 
 // CheckRunnable returns FailedPrecondition for an artifact, which has no root filesystem.
@@ -47,8 +47,8 @@ func (i *Image) CheckRunnable() error {
 		"image %s is an OCI artifact of type %q: a container can mount it as an image volume but not run it", name, i.Artifact.Type)
 }
 
-// Specification decodes the complete configuration. Callers are rare and the decoded form takes
-// several times the memory, so it is not cached.
+// Specification decodes the complete configuration. The decoded form is not cached, because callers
+// are rare and it takes several times the memory.
 func (i *Image) Specification() (ocispec.Image, error) {
 	var c ocispec.Image
 	if err := json.Unmarshal(i.Raw, &c); err != nil {
@@ -58,8 +58,8 @@ func (i *Image) Specification() (ocispec.Image, error) {
 }
 
 // DigestedReference returns the name@digest that container status reports for this image, or "" if
-// the image has none. It is the digest of the manifest or index. Among several names it prefers the
-// written one, then one of the same repository, then the one pulled last.
+// the image has none. The digest is that of the manifest or index. Among several names it prefers
+// the name that the user wrote, then a name in the same repository, then the name pulled last.
 func (i *Image) DigestedReference(written string) string {
 	if ref, err := registry.ParseReference(written); err == nil {
 		if ref.Digest != "" && slices.Contains(i.RepoDigests, ref.String()) {
@@ -101,8 +101,9 @@ type Snapshot struct {
 	pinned  map[string]bool        // names that kubelet must not collect
 }
 
-// newSnapshot builds a snapshot of records and reuses the unchanged images of the last one, which
-// may be nil. Every configuration in records parses: decodeRecord or the pull checked it.
+// newSnapshot builds a snapshot of records and reuses the unchanged images of the last snapshot,
+// which may be nil. Every configuration in records can be parsed, because decodeRecord or the pull
+// has checked it.
 func newSnapshot(records map[string]imageRecord, last *Snapshot, pinned map[string]bool) *Snapshot {
 	x := &Snapshot{byID: map[string]*Image{}, byName: map[string]*Image{}, records: records, pinned: pinned}
 	for id, rec := range records {
@@ -129,8 +130,8 @@ func (x *Snapshot) unchanged(id string, rec imageRecord) *Image {
 	return x.byID[id]
 }
 
-// minPrefix is the shortest ID prefix that find accepts. Shorter ones are valid image names, and
-// kubelet would take such a name for a present image.
+// minPrefix is the shortest ID prefix that find accepts. Shorter prefixes are valid image names,
+// and kubelet would take such a name for a present image.
 const minPrefix = 7
 
 // find returns the image that ref names, see Store.Get.
@@ -172,20 +173,20 @@ func (x *Snapshot) findPrefix(ref, hex string) (*Image, error) {
 
 // imageRecord is the record of an image on disk.
 type imageRecord struct {
-	Sequence uint64   `json:"sequence"` // of the write; if two records have a tag, the higher sequence owns it
+	Sequence uint64   `json:"sequence"` // of the write; if two records have a tag, the record with the higher sequence owns the tag
 	Tags     []string `json:"tags,omitempty"`
 	Digests  []string `json:"digests,omitempty"`
 	Size     uint64   `json:"size"`   // of the layers on disk, in bytes
 	Config   []byte   `json:"config"` // as the registry served it; the ID is its digest
 	Pinned   bool     `json:"pinned,omitempty"`
 	Origins  []string `json:"origins,omitempty"` // archives that contain the image, see Preload
-	// Registries are hosts of registries that have served the image to pulls. Records of berth up
-	// to 0.2.0 have none.
+	// Registries are the hosts of the registries that have served the image to pulls. Records of
+	// berth up to 0.2.0 have none.
 	Registries []string `json:"registries,omitempty"`
-	// Blobs are the layers' blobs, bottom first. Records of berth up to 0.2.0 have none: their
-	// layers are named by the tars in the configuration.
+	// Blobs are the layers' blobs, bottom first. Records of berth up to 0.2.0 have none. The names
+	// of their layers are the tars' digests in the configuration.
 	Blobs []digest.Digest `json:"blobs,omitempty"`
-	// Decisions say why pulls fetched layers at once or after the pull, by the layers' names.
+	// Decisions say, for each layer's name, why a pull fetched the layer at once or lazily.
 	Decisions map[digest.Digest]string `json:"decisions,omitempty"`
 }
 
@@ -193,7 +194,7 @@ type imageRecord struct {
 const (
 	recordsDir    = "records"
 	recordKind    = "image"
-	recordVersion = 2 // 1, up to 0.2.0: without Blobs
+	recordVersion = 2 // version 1, up to 0.2.0, is without Blobs
 )
 
 // decodeRecord decodes a record and checks that it belongs to the image id.
@@ -296,12 +297,12 @@ func (r imageRecord) diskSize() uint64 {
 // maxOrigins limits the origins of an image: one archive may exist under several names.
 const maxOrigins = 16
 
-// maxDigests limits the digests of an image. Each push of a tag with the same content in another
-// manifest adds one.
+// maxDigests limits the digests of an image. A push of the same content in another manifest adds a
+// digest.
 const maxDigests = 64
 
-// with returns a copy with one more name. The digest of this pull becomes the last one, for
-// DigestedReference; digests before the last maxDigests are dropped.
+// with returns a copy with one more name. The digest of this pull becomes the last digest, for
+// DigestedReference. Of more than maxDigests digests the first are dropped.
 func (r imageRecord) with(ref registry.Reference, d digest.Digest) imageRecord {
 	r.Tags, r.Digests = slices.Clone(r.Tags), slices.Clone(r.Digests)
 	if ref.Tag != "" && !slices.Contains(r.Tags, ref.String()) {
@@ -358,8 +359,8 @@ func (x *Snapshot) Named(name string) *Image { return x.byName[name] }
 // List returns all images, sorted by ID. The caller must not change the slice.
 func (x *Snapshot) List() []*Image { return x.images }
 
-// MustBeWhole reports whether an image that a pull has resolved must not depend on its registry: it
-// is pinned.
+// MustBeWhole reports whether an image that a pull has resolved must not depend on its registry,
+// because it is pinned.
 func (x *Snapshot) MustBeWhole(img *registry.Image, ref registry.Reference) bool {
 	names := []string{ref.String(), img.ConfigDigest.String()}
 	if img.Digest != "" {

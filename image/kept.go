@@ -35,8 +35,8 @@ const (
 	finishedKind   = "finished-layer"
 	finishedFormat = 1
 	finishedPrefix = "finished " // of the owners of finished layers
-	// maxFinished limits the bytes of finished layers. It is what the limit of unfinished blobs
-	// usually unpacks to.
+	// maxFinished limits the bytes of finished layers. Blobs up to the limit of unfinished blobs
+	// usually unpack to so many bytes.
 	maxFinished = 4 * partial.DefaultMaxBytes
 	// expiryPeriod is the longest time between two searches for expired layers.
 	expiryPeriod = 10 * time.Minute
@@ -46,7 +46,7 @@ const (
 
 // finished are the layers that pulls have downloaded and whose images are not recorded yet. After a
 // failed pull they remain for Config.PartialTTL. Records on disk keep them over a restart. Layers
-// smaller than partial.MinSize are not among them.
+// smaller than partial.MinSize are not kept.
 type finished struct {
 	dir  *record.Dir
 	most uint64 // bytes
@@ -59,7 +59,7 @@ type finished struct {
 // finishedLayer is the record of a finished layer.
 type finishedLayer struct {
 	Layer digest.Digest `json:"layer"` // its name in the layer store
-	Image string        `json:"image"` // that was pulled; its repository served the layer
+	Image string        `json:"image"` // the image that was pulled; its repository served the layer
 	Time  time.Time     `json:"time"`
 }
 
@@ -127,8 +127,8 @@ func (s *Store) openPartial() (err error) {
 	return nil
 }
 
-// loadFinished reads the records of finished layers. It removes those of missing or expired layers,
-// and of layers that have an image; unused layers are deleted by CollectGarbage.
+// loadFinished reads the records of finished layers. It removes the records of missing or expired
+// layers, and of layers that have an image. CollectGarbage deletes unused layers.
 func (s *Store) loadFinished() error {
 	now := time.Now()
 	damaged, err := s.finished.dir.Load(func(name string, _ int, body []byte) error {
@@ -180,7 +180,7 @@ type PartialSurvey struct {
 	Records record.Survey   // of finished layers
 	Layers  []digest.Digest // the finished layers
 	Unknown []string        // paths of entries that are not partial layers
-	Expired []string        // paths of what a running daemon would have deleted
+	Expired []string        // paths of entries that a running daemon would have deleted
 }
 
 // InspectPartial reads what failed pulls have left for the next one, for berth check. It changes
@@ -272,8 +272,8 @@ func (s *Store) limitFinished() {
 }
 
 // SettleFinished is called at the end of a pull with its result. Finished layers stay if the pull
-// may succeed later. After another failure only layers that the pull's repository has served are
-// released: a bad image of one user must not cost another user's layers. The caller sweeps.
+// may succeed later. After another failure, only layers that the pull's repository has served are
+// released. A bad image of one user must not cost another user's layers. The caller sweeps.
 func (s *Store) SettleFinished(refs []registry.Reference, layers []digest.Digest, err error) {
 	if IsResumable(err) {
 		return
@@ -300,7 +300,8 @@ func IsResumable(err error) bool {
 	return !layer.RejectsContent(err) || errors.As(err, &down) || errors.Is(err, context.Canceled)
 }
 
-// releaseFinished stops keeping the chosen layers. The next sweep deletes those that nothing needs.
+// releaseFinished stops keeping the chosen layers. The next sweep deletes the layers that nothing
+// needs.
 func (s *Store) releaseFinished(chosen func(finishedLayer) bool) {
 	for _, name := range s.finished.take(chosen) {
 		if err := s.finished.dir.Remove(name.Encoded()); err != nil {
@@ -319,8 +320,8 @@ func (s *Store) reclaimable() uint64 {
 	return uint64(indexes) + s.Partial().Bytes
 }
 
-// reclaim deletes the indexes of blobs, everything that is kept of failed pulls, and also what
-// current pulls would keep. It returns the bytes of layers under deletion.
+// reclaim deletes the indexes of blobs and everything that is kept of failed pulls. It also deletes
+// the bytes that current pulls would keep. It returns the bytes of layers under deletion.
 func (s *Store) reclaim() (freeing uint64) {
 	s.dropIndexes()
 	if files, _ := s.partial.Usage(); files > 0 || len(s.finished.list()) > 0 {
@@ -330,8 +331,8 @@ func (s *Store) reclaim() (freeing uint64) {
 	return s.layers.deleting()
 }
 
-// drop deletes finished layers, except those of current pulls, which may still fail. With
-// removeFiles it deletes the files of unfinished ones.
+// drop deletes finished layers, except those of current pulls, which may still fail. removeFiles
+// deletes the files of unfinished layers.
 func (s *Store) drop(removeFiles func() error) {
 	if err := removeFiles(); err != nil {
 		s.warnings.Warn(s.log, "delete partial layers; will be retried", "error", err)
@@ -347,7 +348,8 @@ type Partial struct {
 	Bytes      uint64 // on disk, of both
 }
 
-// Partial returns what is kept of pulls that have not succeeded, including that of current pulls.
+// Partial returns what is kept of pulls that have not succeeded, including the content of current
+// pulls.
 func (s *Store) Partial() Partial {
 	files, bytes := s.partial.Usage()
 	p := Partial{Unfinished: files, Bytes: uint64(bytes)}
@@ -415,7 +417,7 @@ func (s *Store) expireAt(now time.Time) {
 	s.sweepQuietly()
 }
 
-// OpenPartial opens what is kept of a blob that a repository serves, for a transfer.
+// OpenPartial opens the kept bytes of a blob for a transfer from a repository.
 func (s *Store) OpenPartial(repository string, blob ocispec.Descriptor) *partial.Blob {
 	return s.partial.Open(repository, blob)
 }

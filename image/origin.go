@@ -62,8 +62,8 @@ func (r imageRecord) origin(ref registry.Reference) Origin {
 	return best
 }
 
-// ServedBy reports whether an image from a registry has a layer. Names of an image are no evidence
-// of its registry: archives and operators choose them.
+// ServedBy reports whether an image from a registry has a layer. The names of an image are no
+// evidence of its registry, because archives and operators choose them.
 func (x *Snapshot) ServedBy(domain string, layer digest.Digest) bool {
 	for id, rec := range x.records {
 		if slices.Contains(rec.Registries, domain) && slices.Contains(x.byID[id].Layers, layer) {

@@ -12,13 +12,13 @@ import (
 	"berth/internal/rootfs"
 )
 
-// layerRefs counts the owners of layers and of layer chains. Owners are images, holders and pulls.
-// An image needs its layers in one form. Holders and pulls need them in all forms, because a
-// container may run on any.
+// layerRefs counts the owners of layers and of layer chains. The owners are images, holders and
+// pulls. An image needs its layers in one form. Holders and pulls need them in all forms, because a
+// container may run on any form.
 //
-// A layer or chain without owner is marked under the lock and deleted without it. A new owner waits
-// for the end of the deletion and creates the layer again, so nothing uses a partially deleted
-// layer.
+// A layer or chain that has no owner is marked under the lock. It is deleted when the lock is
+// released. A new owner waits for the end of the deletion and creates the layer again, so nothing
+// uses a partially deleted layer.
 type layerRefs struct {
 	mu sync.Mutex
 	// +checklocks:mu
@@ -85,8 +85,8 @@ func (u uses) drop(list []form) {
 	}
 }
 
-// isDeleting reports whether one of the list is under deletion and returns a channel that is closed
-// after it.
+// isDeleting reports whether an element of the list is under deletion. It returns a channel that is
+// closed after the deletion.
 func (u uses) isDeleting(list []form) (gone <-chan struct{}, deleting bool) {
 	for _, f := range list {
 		if gone, ok := u.deleting[f]; ok {
@@ -116,8 +116,8 @@ func (l *layerRefs) acquire(ctx context.Context, owner string, layers []digest.D
 	}
 }
 
-// tryAcquire registers an owner's layers. If one of them or their chain is under deletion, it only
-// returns a channel that is closed after the deletion.
+// tryAcquire registers an owner's layers. If a layer or the chain is under deletion, it registers
+// nothing, and returns a channel that is closed after the deletion.
 func (l *layerRefs) tryAcquire(
 	owner string, layers []digest.Digest, kinds ...rootfs.Kind,
 ) (gone <-chan struct{}, ok bool) {
@@ -159,8 +159,8 @@ func (l *layerRefs) isPulled(name digest.Digest) bool {
 	return false
 }
 
-// releaseIfSettled removes an owner after settle. Before, the owner may be an earlier daemon's
-// container.
+// releaseIfSettled removes an owner after settle. Before settle, the owner may be an earlier
+// daemon's container.
 func (l *layerRefs) releaseIfSettled(owner string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -210,8 +210,8 @@ func (l *layerRefs) held() (chains [][]digest.Digest, all bool) {
 	return chains, l.settled
 }
 
-// markDeleting marks the given layers without owner and returns them. The caller deletes each and
-// then calls deleted.
+// markDeleting marks those of the given layers that have no owner, and returns them. The caller
+// deletes each and then calls deleted.
 func (l *layerRefs) markDeleting(layers []form) []form {
 	return l.mark(l.layers, layers)
 }

@@ -28,7 +28,7 @@ type SaveOptions struct {
 //
 // Errors: NotFound for a missing image, InvalidArgument for an unknown format, FailedPrecondition
 // for an image whose layers cannot be restored, DataLoss for a damaged layer. Errors of out are
-// passed on.
+// returned.
 func (s *Store) Save(ctx context.Context, out io.Writer, opts SaveOptions) error {
 	if opts.Format == "" {
 		opts.Format = archive.OCI
@@ -39,7 +39,7 @@ func (s *Store) Save(ctx context.Context, out io.Writer, opts SaveOptions) error
 	if len(opts.Refs) == 0 {
 		return errdefs.InvalidArgument("save: no image is named")
 	}
-	leave, ok := s.life.Enter() // Close waits for it
+	leave, ok := s.life.Enter() // Close waits for Save
 	if !ok {
 		return fmt.Errorf("save images: %w", errdefs.Unavailable("image store is closed"))
 	}
@@ -76,7 +76,7 @@ func (s *Store) Save(ctx context.Context, out io.Writer, opts SaveOptions) error
 
 // namedImage is an image with the names to record.
 type namedImage struct {
-	ref   string // as the caller wrote it
+	ref   string // the name as the caller wrote it
 	image *Image
 	names []registry.Reference
 }
@@ -162,7 +162,7 @@ func hintAt(err error) error {
 	return err
 }
 
-// wholeTar returns the verified tar of a layer, which the caller keeps.
+// wholeTar returns the verified tar of a layer, which the caller keeps from deletion.
 func (s *Store) wholeTar(ctx context.Context, name digest.Digest) (io.ReadCloser, error) {
 	restored, err := s.layers.openTar(name)
 	if err != nil {
@@ -207,9 +207,9 @@ func (t *Tar) Close() error {
 	return err
 }
 
-// OpenTar opens the tar of a layer of the store by its digest, for whatever images use it. It
-// checks no access: the caller decides who may read it. Errors: NotFound if no layer has the
-// digest, and those of layer.Store.OpenTar.
+// OpenTar opens the tar of a layer of the store by its digest, whichever images use it. It does not
+// check access, so the caller decides who may read the layer. The error is NotFound if no layer has
+// the digest, or one of layer.Store.OpenTar.
 func (s *Store) OpenTar(ctx context.Context, diffID digest.Digest) (*Tar, error) {
 	failed := errdefs.NotFound("no layer has the tar %s", diffID)
 	for _, name := range s.layers.withTar(diffID) {

@@ -40,6 +40,6 @@ func (s *Store) Prepare(next Settings) (apply func(), err error) {
 		s.writing <- struct{}{}
 		defer func() { <-s.writing }()
 		s.pinned = pinned
-		s.snapshot.Store(newSnapshot(s.Snapshot().records, nil, pinned)) // no old entries: each has its pin
+		s.snapshot.Store(newSnapshot(s.Snapshot().records, nil, pinned)) // no records of old versions, which would have a pin each
 	}, nil
 }

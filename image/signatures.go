@@ -66,7 +66,7 @@ func openSignatures(root string, c trust.Config, log *slog.Logger) (*signatures,
 	return s, err
 }
 
-// keep records the evidence of an image. An image needs none if evidence is nil.
+// keep records the evidence of an image. If evidence is nil, the image needs none.
 func (s *signatures) keep(id string, evidence *trust.Evidence) error {
 	if evidence == nil {
 		return nil
@@ -86,7 +86,8 @@ func (s *signatures) of(id string) *trust.Evidence {
 	return s.kept[id]
 }
 
-// forget deletes the evidence of a removed image. Its error does no harm: forgetAllBut tries again.
+// forget deletes the evidence of a removed image. An error does no harm, because forgetAllBut tries
+// again.
 func (s *signatures) forget(id string) error {
 	if s.of(id) == nil {
 		return nil
@@ -117,16 +118,16 @@ func (s *signatures) checkPull(
 	return s.verifier.Pull(ctx, *s.config.Load(), namespace, repo, img.Documents)
 }
 
-// mayReuse reports whether a present image passes without another look at the registry. Plugins
-// have to see every pull.
+// mayReuse reports whether a present image passes without new requests to the registry. If there
+// are plugins, it does not, because they have to see every pull.
 func (s *signatures) mayReuse(ctx context.Context, namespace string, ref registry.Reference, id string) bool {
 	c := *s.config.Load()
 	return c.PluginDir == "" && s.verifier.Use(ctx, c, namespace, ref, s.of(id)) == nil
 }
 
 // Verify checks whether a container in a namespace may use an image. written is the name in the
-// pod's spec, if known. The check is for that name if it names the image, else for any of the
-// image's names. The error has the text that kubelet expects (SignatureValidationFailed).
+// pod's spec, if known. The check uses the written name if it names the image, else all names of
+// the image. The error has the text that kubelet expects (SignatureValidationFailed).
 func (s *Store) Verify(ctx context.Context, img *Image, written, namespace string) error {
 	c := *s.signatures.config.Load()
 	if c.Policy == "" && c.PolicyDir == "" {
@@ -166,12 +167,12 @@ func (s *Store) CheckPull(ctx context.Context, namespace string, repo *registry.
 	return s.signatures.checkPull(ctx, namespace, repo, img)
 }
 
-// MayReuse reports whether a present image passes the policy without another look at the registry.
+// MayReuse reports whether a present image passes the policy without new requests to the registry.
 func (s *Store) MayReuse(ctx context.Context, namespace string, ref registry.Reference, id string) bool {
 	return s.signatures.mayReuse(ctx, namespace, ref, id)
 }
 
-// KeepEvidence records the evidence of an image. An image needs none if evidence is nil.
+// KeepEvidence records the evidence of an image. If evidence is nil, the image needs none.
 func (s *Store) KeepEvidence(id string, evidence *trust.Evidence) error {
 	return s.signatures.keep(id, evidence)
 }

@@ -59,7 +59,7 @@ type Store struct {
 	writing    chan struct{}   // the writer's lock: holds one token; guards the fields below
 	pinned     map[string]bool // names that kubelet must not collect
 	sequence   uint64          // of the last record written
-	stale      map[string]bool // IDs of images whose record on disk still has a lost tag
+	stale      map[string]bool // IDs of images whose record on disk still has a tag that the image has lost
 
 	partial  *partial.Store // bytes of layers whose transfer did not finish
 	finished *finished      // layers of pulls that did not finish
@@ -121,8 +121,9 @@ func (s *Store) stopExpiry() error {
 	return s.expiry.WaitFor(expiryStop)
 }
 
-// load reads the records. It moves damaged records and records with a missing layer out of the way;
-// their images must be pulled again. It removes images with layers that this kernel cannot mount.
+// load reads the records. It moves damaged records and records with a missing layer out of the way,
+// and their images must be pulled again. It removes images with layers that this kernel cannot
+// mount.
 func (s *Store) load() error {
 	records := map[string]imageRecord{}
 	unmountable := map[string]imageRecord{}
@@ -184,9 +185,10 @@ func (s *Store) removeUnmountable(images map[string]imageRecord) {
 	s.layers.removeUnmountable()
 }
 
-// settleTags assigns a tag of two records to the one written last, because a pull writes the tag's
-// new owner first. It returns the lost tags by image ID. The caller must write these records:
-// otherwise the older image would regain the tag when the newer one is removed.
+// settleTags decides who owns a tag that is in two records. The record written last owns it,
+// because a pull writes the tag's new owner first. It returns the lost tags by image ID. The caller
+// must write these records. Otherwise the older image would regain the tag when the newer image is
+// removed.
 func settleTags(records map[string]imageRecord) (lost map[string][]string) {
 	owner := map[string]string{}
 	for _, id := range slices.Sorted(maps.Keys(records)) {
@@ -217,7 +219,7 @@ func (s *Store) List() []*Image { return s.Snapshot().images }
 // NotFound; InvalidArgument if ref is empty or several IDs match.
 func (s *Store) Get(ref string) (*Image, error) { return s.find(ref) }
 
-// find finds an image as Snapshot.find does. Short names follow registries.conf.
+// find is Snapshot.find, and also expands short names as registries.conf says.
 func (s *Store) find(ref string) (*Image, error) {
 	x := s.Snapshot()
 	hex, isID := strings.CutPrefix(ref, "sha256:")
@@ -253,7 +255,7 @@ func (s *Store) Usage(context.Context) (Usage, error) {
 	x := s.Snapshot()
 	used := s.layers.Usage()
 	files, bytes := s.partial.Usage()
-	indexes, indexBytes := s.lazy.Indexes() // files that are links to those of a layer count twice
+	indexes, indexBytes := s.lazy.Indexes() // files that are links to files of a layer count twice
 	return Usage{Mountpoint: s.cfg.Root, Bytes: used.Bytes + x.bytes + uint64(bytes+indexBytes),
 		Inodes: used.Inodes + uint64(len(x.records)+files+indexes)}, nil
 }
@@ -262,7 +264,7 @@ func (s *Store) Usage(context.Context) (Usage, error) {
 // unknown image is no error. Failures to delete other unneeded layers are only logged.
 func (s *Store) Remove(ctx context.Context, ref string) error {
 	if _, err := s.find(ref); err == nil {
-		s.dropPartial() // before anything that was pulled completely
+		s.dropPartial() // partial layers are deleted before complete images
 	}
 	release, err := s.lockWriter(ctx)
 	if err != nil {
@@ -304,11 +306,11 @@ func (s *Store) remove(id string) error {
 }
 
 // Hold keeps the layers of an image for a holder and returns the layers to mount. layers are names,
-// bottom first. A holder may call it again. A missing layer is NotFound.
+// bottom first. A holder may call Hold again. A missing layer is NotFound.
 //
-// After an error the holder holds nothing, unless a container may be running on the layers: if the
-// holder held them before, or if CollectGarbage has not run and the holder may be an earlier
-// daemon's.
+// After an error the holder holds nothing, unless a container may be running on the layers. That is
+// so if the holder held the layers before. It is also so before CollectGarbage, because the
+// container may be one of an earlier daemon.
 func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error) {
 	if len(layers) == 0 {
 		return rootfs.Spec{}, errdefs.FailedPrecondition("image has no layers")
@@ -335,8 +337,8 @@ func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error)
 // layers are complete. A layer never becomes incomplete while it is held.
 func (s *Store) Keep(layers []digest.Digest) []*os.File { return s.layers.keep(layers) }
 
-// Complete reports whether all layers exist, none is incomplete, and none has replaced a layer that
-// was incomplete and that a container may still use.
+// Complete reports whether all layers exist and are complete. It returns false if a container may
+// still use an incomplete layer that was set aside.
 func (s *Store) Complete(layers []digest.Digest) bool {
 	retired, err := s.lazy.Retired(layers)
 	return err == nil && !retired && s.layers.has(layers) == nil && s.Keep(layers) == nil
@@ -376,8 +378,8 @@ func (s *Store) sweepAfter(given []digest.Digest) error {
 }
 
 // sweep deletes unneeded layers, including unusable ones that Open moved to the set-aside folder.
-// It returns the failures for the caller's layers and for others separately. The next sweep, and
-// the next daemon, try again.
+// It returns the failures for the caller's layers separately from the failures for others. The next
+// sweep tries again.
 func (s *Store) sweep(mine []digest.Digest) (own, others error) {
 	if inUse, all := s.refs.held(); all {
 		others = s.layers.DropSetAside(inUse)
@@ -409,7 +411,7 @@ func (s *Store) sweepChains() (failed error) {
 	return failed
 }
 
-// lockWriter takes the lock for changes of records and the snapshot. Readers never wait for it,
+// lockWriter takes the lock for changes of records and the Snapshot. Readers never wait for it,
 // because its holder may be writing to disk.
 func (s *Store) lockWriter(ctx context.Context) (release func(), err error) {
 	defer s.cfg.Waits.Begin("image store lock", "image store")()
@@ -424,14 +426,14 @@ func (s *Store) lockWriter(ctx context.Context) (release func(), err error) {
 // Naming says under which names an image is recorded.
 type Naming struct {
 	Refs []registry.Reference // may be empty: the image has an ID only
-	Pin  bool                 // kubelet must not collect the image
+	Pin  bool                 // whether kubelet must not collect the image
 
 	Origin   string // of the archive that contains the image
 	Registry string // that has served the image; empty: none
 }
 
 // Commit writes the record of a pulled image and makes it visible under its names. Another image
-// with the same tag loses it. The caller has acquired the layers, which are in the layer store.
+// with the same tag loses it. The caller has acquired the layers, and all are in the layer store.
 func (s *Store) Commit(ctx context.Context, names Naming, img *registry.Image, store *layer.Store) (*Image, error) {
 	release, err := s.lockWriter(ctx)
 	if err != nil {
@@ -440,11 +442,11 @@ func (s *Store) Commit(ctx context.Context, names Naming, img *registry.Image, s
 	defer release()
 	x := s.Snapshot()
 	chain := LayersOf(img)
-	if err := s.lazy.Failed(chain); err != nil { // else quarantine would have missed the image
+	if err := s.lazy.Failed(chain); err != nil { // lazy.Layers.quarantine has removed the images of the layer, but not this new one
 		return nil, err
 	}
 	id, rec := x.place(img)
-	if rec.Size, err = sizeOf(store, chain); err != nil { // another form than the earlier pull's has another size
+	if rec.Size, err = sizeOf(store, chain); err != nil { // an earlier pull may have stored another form, which has another size
 		return nil, err
 	}
 	for _, ref := range names.Refs {
@@ -462,7 +464,7 @@ func (s *Store) Commit(ctx context.Context, names Naming, img *registry.Image, s
 		return nil, err
 	}
 	s.takeTags(records, id)
-	s.refs.tryAcquire(imageOwner(id), chain, store.Kind()) // the caller holds them: no deletion is under way
+	s.refs.tryAcquire(imageOwner(id), chain, store.Kind()) // the caller holds the layers, so no deletion is under way
 	next := newSnapshot(records, s.Snapshot(), s.pinned)
 	s.snapshot.Store(next)
 	return next.byID[id], nil
@@ -484,7 +486,7 @@ func (s *Store) takeTags(records map[string]imageRecord, id string) {
 }
 
 // place returns the ID and the record of a pulled image, new or existing. If another image has the
-// same configuration with other blobs, the ID is otherID.
+// same configuration but other blobs, the ID is otherID.
 func (x *Snapshot) place(img *registry.Image) (id string, rec imageRecord) {
 	rec = imageRecord{Config: img.RawConfig}
 	for _, l := range img.Layers {
@@ -504,9 +506,9 @@ func (x *Snapshot) place(img *registry.Image) (id string, rec imageRecord) {
 	return other, rec
 }
 
-// untag writes the record of an image that lost its tag to another one. A failure, on a full disk
-// for example, is harmless while the newer record exists, because that one owns the tag. writeStale
-// tries again.
+// untag writes the record of an image that lost its tag to another one. A failure, for example on a
+// full disk, is harmless while the newer record exists, because it owns the tag. writeStale tries
+// again.
 func (s *Store) untag(id string, rec imageRecord) imageRecord {
 	written, err := s.write(id, rec)
 	if err != nil {
@@ -516,8 +518,8 @@ func (s *Store) untag(id string, rec imageRecord) imageRecord {
 	return written
 }
 
-// writeStale writes the records that untag could not write. It runs after an image was removed,
-// because that frees space, and because the removed image may have owned the tag.
+// writeStale writes the records that untag could not write. It runs after the removal of an image,
+// which frees space. The removed image may also have owned the tag.
 func (s *Store) writeStale(records map[string]imageRecord) {
 	for _, id := range slices.Collect(maps.Keys(s.stale)) {
 		records[id] = s.untag(id, records[id])
@@ -548,8 +550,9 @@ func sizeOf(store *layer.Store, layers []digest.Digest) (uint64, error) {
 	return total, nil
 }
 
-// Distinct drops all but the topmost of repeated layers (mostly Docker's empty layer). Only the
-// topmost shows its content, and overlayfs refuses to mount a directory twice.
+// If a layer is repeated, Distinct keeps only its topmost place. Mostly this is Docker's empty
+// layer. Only the topmost place shows the content, and overlayfs refuses to mount a directory
+// twice.
 func Distinct(layers []digest.Digest) []digest.Digest {
 	seen := map[digest.Digest]bool{}
 	var list []digest.Digest
@@ -582,14 +585,14 @@ func LayersOf(img *registry.Image) []digest.Digest {
 	return names
 }
 
-// LayerStore returns the layer store that has all layers of an image, or else the one for new
+// LayerStore returns the layer store that has all layers of an image, or else the store for new
 // layers.
 func (s *Store) LayerStore(names []digest.Digest) *layer.Store {
 	return s.layers.storeFor(Distinct(names))
 }
 
-// Fallback returns the layer store for an image that is too large for the driver of the given one,
-// or nil.
+// Fallback returns the layer store for an image that is too large for the driver of the given
+// store, or nil.
 func (s *Store) Fallback(store *layer.Store) *layer.Store { return s.layers.fallback(store) }
 
 // Deleting returns the bytes of layers under deletion.
@@ -607,8 +610,8 @@ func (s *Store) HasLayer(name digest.Digest) bool { return s.layers.has([]digest
 // OpenLayer opens the tar of a layer, which the caller has acquired.
 func (s *Store) OpenLayer(name digest.Digest) (*layer.Tar, error) { return s.layers.openTar(name) }
 
-// FinishedFor returns the image whose repository has served a layer that a failed pull has left, or
-// "".
+// FinishedFor returns the image of a failed pull that has left a layer, or "". The image's
+// repository has served the layer.
 func (s *Store) FinishedFor(layer digest.Digest) string { return s.finished.imageOf(layer) }
 
 // Lazy returns the layers that are used before they are complete.
@@ -622,8 +625,8 @@ func (s *Store) OnWrongFiles(kill func(layer digest.Digest, reason string)) {
 	s.lazy.OnWrongFiles(kill)
 }
 
-// LazyStatus describes an image with incomplete layers, or one whose pull has decided about lazy
-// layers; nil for others. It answers from memory.
+// LazyStatus describes the lazy layers of an image. It is nil for an image without incomplete
+// layers and without decisions about lazy layers. It answers from memory.
 func (s *Store) LazyStatus(img *Image) *lazy.Status {
 	config, err := img.Specification()
 	if err != nil || len(config.RootFS.DiffIDs) != len(img.Layers) {
@@ -656,8 +659,7 @@ func (s *Store) Servers(name digest.Digest) (refs []registry.Reference) {
 	return refs
 }
 
-// RemoveWith implements lazy.Images. It removes the images that have a layer which cannot be
-// completed.
+// RemoveWith implements lazy.Images. It removes all images with a layer that cannot be completed.
 func (s *Store) RemoveWith(ctx context.Context, name digest.Digest, reason error) (failed error) {
 	release, err := s.lockWriter(ctx)
 	if err != nil {
@@ -665,7 +667,7 @@ func (s *Store) RemoveWith(ctx context.Context, name digest.Digest, reason error
 	}
 	defer release()
 	if s.lazy.Failed([]digest.Digest{name}) == nil {
-		return nil // it was removed, and perhaps created again
+		return nil // the layer was removed, and perhaps created again
 	}
 	for _, img := range s.Snapshot().images {
 		if !slices.Contains(img.Layers, name) {

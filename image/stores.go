@@ -29,8 +29,9 @@ const erofsDir = "erofs"
 // layer.Inspect.
 func LayerRoots(root string) []string { return []string{root, filepath.Join(root, erofsDir)} }
 
-// stores are the layer stores of all drivers. One driver makes new layers; the layers of the other
-// stay in use. All layers of an image have the same form, so a layer may exist in both.
+// stores are the layer stores of all drivers. One driver makes new layers, and existing layers of
+// the other driver stay in use. All layers of an image have the same form, so a layer may exist in
+// both forms.
 type stores struct {
 	log     *slog.Logger
 	waits   *task.Waits

@@ -13,7 +13,7 @@ type Recorded struct {
 	ID            string
 	Tags, Digests []string
 	Layers        []digest.Digest // names in the layer store, bottom first
-	Sequence      uint64          // of its last write: if two records have a tag, the higher one owns it
+	Sequence      uint64          // of the last write; if two records have a tag, the record with the higher sequence owns it
 }
 
 // ReadRecords reads the records of the store in root without changing anything. The store may be

@@ -12,7 +12,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Tag gives the image that ref names another name. Another image with that name loses it. Errors:
+// Tag adds a name to the image that ref names. Another image with that name loses it. Errors:
 // NotFound, and InvalidArgument for a name with a digest.
 func (s *Store) Tag(ctx context.Context, ref, name string) (*Image, error) {
 	tag, err := parseTag(name)
@@ -22,7 +22,8 @@ func (s *Store) Tag(ctx context.Context, ref, name string) (*Image, error) {
 	return s.rename(ctx, ref, func(rec imageRecord) (imageRecord, error) { return rec.with(tag, ""), nil })
 }
 
-// Untag removes a name from the image that has it, and keeps the image. Errors: NotFound.
+// Untag removes a name from its image, and keeps the image. The error is NotFound if no image has
+// the name.
 func (s *Store) Untag(ctx context.Context, name string) (*Image, error) {
 	tag, err := parseTag(name)
 	if err != nil {
@@ -79,7 +80,7 @@ type LayerUse struct {
 }
 
 // LayersOf returns the layers of an image, bottom first. Layers that another call deletes meanwhile
-// are missing.
+// are left out.
 func (s *Store) LayersOf(img *Image) (list []LayerUse) {
 	for _, name := range img.Layers {
 		if info, err := s.layers.storeFor(Distinct(img.Layers)).Info(name); err == nil {

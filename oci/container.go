@@ -90,7 +90,7 @@ func setCgroup(in ContainerInput, spec *specs.Spec) (err error) {
 	return err
 }
 
-// setSecurity sets all restrictions of the process. Privileged lifts most of them
+// setSecurity sets all restrictions of the process. Privileged lifts most restrictions
 // (LinuxContainerSecurityContext.privileged in the CRI).
 func setSecurity(in ContainerInput, spec *specs.Spec) error {
 	sc := in.security()
@@ -98,7 +98,7 @@ func setSecurity(in ContainerInput, spec *specs.Spec) error {
 	if err != nil {
 		return err
 	}
-	spec.Process.Capabilities = caps // before seccomp: the default profile depends on them
+	spec.Process.Capabilities = caps // before seccomp, because the default profile depends on the capabilities
 	spec.Process.NoNewPrivileges = sc.GetNoNewPrivs()
 	spec.Root.Readonly = sc.GetReadonlyRootfs()
 	if err := setPaths(sc, spec); err != nil {

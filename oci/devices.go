@@ -18,7 +18,7 @@ import (
 // setDevices sets the container's device nodes and the rules of its device cgroup. libcontainer
 // adds the nodes and rules of the usual devices (null, zero, tty …).
 func setDevices(in ContainerInput, spec *specs.Spec) error {
-	// Deny all first; later rules win.
+	// The first rule denies everything, and later rules take precedence.
 	rules := []specs.LinuxDeviceCgroup{{Allow: false, Access: "rwm"}}
 	if in.security().GetPrivileged() {
 		rules = []specs.LinuxDeviceCgroup{{Allow: true, Access: "rwm"}}
@@ -52,7 +52,7 @@ func setDevices(in ContainerInput, spec *specs.Spec) error {
 	return nil
 }
 
-// addDevice adds a node, and replaces an earlier one with the same path.
+// addDevice adds a node. It replaces an earlier node with the same path.
 func addDevice(spec *specs.Spec, d host.Device, at string) {
 	node := specs.LinuxDevice{Path: at, Type: d.Type, Major: d.Major, Minor: d.Minor,
 		FileMode: &d.Mode, UID: &d.UID, GID: &d.GID}
@@ -81,7 +81,8 @@ type grantedDevice struct {
 	path   string
 }
 
-// criDevices returns the devices of an entry in the CRI config: one node, or all below a directory.
+// criDevices returns the devices of an entry in the CRI config: one node, or all nodes below a
+// directory.
 func criDevices(d *runtimeapi.Device, files Files) ([]grantedDevice, error) {
 	source := d.GetHostPath()
 	dest := d.GetContainerPath()
@@ -121,7 +122,8 @@ func criDevices(d *runtimeapi.Device, files Files) ([]grantedDevice, error) {
 	return granted, nil
 }
 
-// deviceAccess checks the permissions of a device. Empty permissions mean all, as in CRI-O.
+// deviceAccess checks the permissions of a device. As in CRI-O, empty permissions mean all
+// permissions.
 func deviceAccess(d *runtimeapi.Device) (string, error) {
 	access := d.GetPermissions()
 	if access == "" {

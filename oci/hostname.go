@@ -29,7 +29,7 @@ func CheckHostname(hostname string) error {
 	return nil
 }
 
-// checkPodHostname refuses an invalid hostname of a pod. A pod may have none.
+// checkPodHostname refuses an invalid hostname of a pod. A pod may have no hostname.
 func checkPodHostname(pod Pod) error {
 	if name := pod.Config.GetHostname(); name != "" {
 		return CheckHostname(name)

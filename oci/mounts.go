@@ -18,7 +18,7 @@ import (
 
 // setMounts sets the container's mounts: the kernel's filesystems, the anonymous volumes, then the
 // pod's files and the CRI config's mounts, parents before children. A CRI mount replaces a default
-// one at the same path, and the kernel's filesystems below it.
+// mount at the same path, and the kernel's filesystems below this path.
 func setMounts(in ContainerInput, spec *specs.Spec) error {
 	var given []specs.Mount
 	for i, m := range in.Config.GetMounts() {
@@ -75,7 +75,8 @@ func kernelMounts(in ContainerInput) []specs.Mount {
 }
 
 // cgroupMount returns the mount of cgroups. A mount of cgroup v2 in the node's cgroup namespace
-// sets the options of the whole node, so it repeats them. Security modules set theirs on their own.
+// sets the options of the whole node, so it repeats the node's options. Security modules set their
+// options by themselves.
 func cgroupMount(in ContainerInput, access string) specs.Mount {
 	options := []string{"nosuid", "noexec", "nodev", "relatime", access}
 	if !in.ownCgroupNamespace() {
@@ -143,7 +144,7 @@ func raiseRootPropagation(p runtimeapi.MountPropagation, spec *specs.Spec) {
 	}
 }
 
-// givenMount converts the i-th mount of the CRI config: of a host path or of an image.
+// givenMount converts the i-th mount of the CRI config. Its source is a host path or an image.
 func givenMount(in ContainerInput, i int) (specs.Mount, error) {
 	m := in.Config.GetMounts()[i]
 	dest, err := mountDestination(m)
@@ -263,7 +264,7 @@ func propagationOption(m *runtimeapi.Mount, source string, files Files) (string,
 		m.GetContainerPath(), m.GetPropagation(), source, at.Mountpoint, needed)
 }
 
-// accessOption returns ro, rw or, for recursive read-only mounts (KEP-3857), rro.
+// accessOption returns ro or rw. For recursive read-only mounts (KEP-3857) it returns rro.
 func accessOption(m *runtimeapi.Mount, host Host) (string, error) {
 	switch {
 	case !m.GetRecursiveReadOnly() && m.GetReadonly():

@@ -9,7 +9,8 @@ import (
 	"berth/internal/errdefs"
 )
 
-// pauseNamespace returns the path of the pause's namespace of that kind; "" without a pause.
+// pauseNamespace returns the path of the pause's namespace of a kind. If there is no pause, it
+// returns "".
 func (p Pod) pauseNamespace(kind string) string {
 	if p.PausePID == 0 {
 		return ""
@@ -56,8 +57,9 @@ func setNamespaces(in ContainerInput, spec *specs.Spec) error {
 	return nil
 }
 
-// ownCgroupNamespace reports whether the container has a cgroup namespace. Like in containerd and
-// CRI-O (KEP-2254), containers see the host's cgroup paths on v1, and privileged ones also on v2.
+// ownCgroupNamespace reports whether the container has a cgroup namespace. As in containerd and
+// CRI-O (KEP-2254), containers see the host's cgroup paths on v1. Privileged containers also see
+// them on v2.
 func (in ContainerInput) ownCgroupNamespace() bool {
 	return in.Host.CgroupV2 && !in.security().GetPrivileged()
 }

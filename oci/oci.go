@@ -11,17 +11,18 @@
 //   - Annotations and image labels never reach a spec, because libcontainer and systemd interpret
 //     some of them (CVE-2024-3154, CVE-2026-53488). Annotations for block I/O and RDT classes,
 //     which containerd supports, therefore have no effect.
-//   - Requests that berth cannot fulfil are refused by name. Some are ignored instead, as in
-//     containerd and CRI-O, because kubelet sends them to every host. These are limits of swap and
-//     hugepages, SELinux options, and the default AppArmor profile, on a kernel without the
-//     feature.
+//   - Requests that berth cannot fulfil are refused by name. As in containerd and CRI-O, some
+//     settings are ignored in this case, because kubelet sends them to every host. These are limits
+//     of swap and hugepages, SELinux options, and the default AppArmor profile, on a kernel without
+//     the feature.
 //   - Invalid input is InvalidArgument and names the field or value. A missing feature of the host
-//     is FailedPrecondition. Internal means that the caller omitted a value.
-//   - The caller adds CDI devices. Files of the host describe them, and they edit a complete spec.
+//     is FailedPrecondition. Internal means that the caller has omitted a value.
+//   - The caller adds CDI devices. Files of the host describe them, and their edits apply to a
+//     complete spec.
 //   - HOME is always set, from the user that [users.Resolve] found, so that libcontainer never
 //     parses the container's /etc/passwd.
-//   - A VOLUME of an image is a directory of the container's own, as in containerd. [PlaceVolumes]
-//     decides where. It is writable with a read-only root, too.
+//   - A VOLUME of an image is a separate directory for each container, as in containerd.
+//     [PlaceVolumes] decides where. It is writable even if the root is read-only.
 //
 // # Errors that kubelet interprets
 //
@@ -53,7 +54,8 @@ type Files interface {
 	// links.
 	Propagation(path string) (host.Propagation, error)
 	// Devices returns the device at path, or all devices below a directory. The error is
-	// host.ErrNotDevice if path is neither, and fs.ErrNotExist if it does not exist.
+	// host.ErrNotDevice if path is neither a device nor a directory, and fs.ErrNotExist if it does
+	// not exist.
 	Devices(path string) ([]host.Device, error)
 }
 
@@ -66,8 +68,8 @@ type Pod struct {
 	NetNS    string // path of its network namespace; ignored if the pod uses the node's network
 	PausePID int    // containers join the other namespaces of this process
 
-	// Mappings are the pod's ID mappings, from UserNamespace; nil: the pod uses the
-	// node's. UserNS is the path of the namespace, required with Mappings.
+	// Mappings are the pod's ID mappings, from UserNamespace. If it is nil, the pod uses the node's
+	// user namespace. UserNS is the path of the namespace, required with Mappings.
 	Mappings *userns.Mappings
 	UserNS   string
 
@@ -76,7 +78,7 @@ type Pod struct {
 	// the pod uses the node's IPC namespace.
 	ResolvConf, Hostname, Hosts, Shm string
 	// OwnsFiles means that root of the pod's user namespace owns the first three files. Otherwise
-	// the host's root owns them, and they are mounted with the namespace's ID mappings.
+	// the host's root owns the files, and they are mounted with the namespace's ID mappings.
 	OwnsFiles bool
 }
 
@@ -85,7 +87,7 @@ type ContainerInput struct {
 	ID     string
 	Pod    Pod
 	Config *runtimeapi.ContainerConfig
-	// Resources are the limits after an update. nil: the limits in Config.
+	// Resources are the limits after an update. If it is nil, the limits in Config count.
 	Resources     *runtimeapi.LinuxContainerResources
 	Image         *ocispec.ImageConfig // nil: an image without configuration
 	User          users.User           // from users.Resolve with users.ContainerRequest
@@ -99,8 +101,8 @@ type ContainerInput struct {
 	// ImageVolumes are the mount points of image volumes (KEP-4639), by their index in
 	// Config.Mounts. The launcher mounts them and resolves image_sub_path.
 	ImageVolumes map[int]string
-	// Volumes are the anonymous volumes, from PlaceVolumes. VolumesDir is the host's directory of
-	// their directories. The caller makes them.
+	// Volumes are the anonymous volumes, from PlaceVolumes. VolumesDir is the host directory that
+	// contains the directories of Volumes. The caller makes them.
 	Volumes    []AnonymousVolume
 	VolumesDir string
 	// DeviceOwnership sets the owner of Config's devices to run_as_user and run_as_group, so that a
@@ -111,7 +113,7 @@ type ContainerInput struct {
 
 // Defaults apply to all containers of the node.
 type Defaults struct {
-	Env     []string // NAME=VALUE; the image's and the CRI config's replace them
+	Env     []string // NAME=VALUE; variables of the image and of the CRI config replace them
 	Rlimits []specs.POSIXRlimit
 	Seccomp confine.SeccompDefaults
 }
@@ -126,7 +128,7 @@ type SandboxInput struct {
 	Files         Files
 	SystemdCgroup bool
 	Seccomp       confine.SeccompDefaults
-	CPUs          string // where the pause runs; empty: on all
+	CPUs          string // CPUs on which the pause runs; empty: on all
 }
 
 // PausePath is the path of the embedded pause in its root filesystem.

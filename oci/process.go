@@ -14,7 +14,7 @@ import (
 
 const defaultPath = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-// processArgs builds the command line by Kubernetes' rules: command replaces the image's Entrypoint
+// processArgs builds the command line by Kubernetes' rules. command replaces the image's Entrypoint
 // and Cmd, and args replaces Cmd.
 // https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/
 func processArgs(config *runtimeapi.ContainerConfig, image *ocispec.ImageConfig) ([]string, error) {
@@ -43,15 +43,15 @@ func processArgs(config *runtimeapi.ContainerConfig, image *ocispec.ImageConfig)
 	return line, nil
 }
 
-// environment is an ordered list of variables. Setting a variable again keeps its position.
+// environment is an ordered list of variables. A variable that is set again keeps its position.
 type environment struct {
 	vars  []string
 	index map[string]int
 }
 
 func (e *environment) set(key, value string) {
-	// The spec is JSON, which cannot hold invalid UTF-8, but a secret can. containerd and CRI-O
-	// also replace it by U+FFFD.
+	// The spec is JSON, which cannot hold invalid UTF-8, but a secret can. As in containerd and
+	// CRI-O, it is replaced by U+FFFD.
 	v := strings.ToValidUTF8(key+"="+value, "\uFFFD")
 	if i, ok := e.index[key]; ok {
 		e.vars[i] = v
@@ -72,8 +72,8 @@ func (e *environment) get(key string) string {
 	return e.vars[i][len(key)+1:]
 }
 
-// processEnv returns the environment: berth's variables, the node's, the image's, the CRI config's.
-// Later ones win.
+// processEnv returns the environment. It has the variables of berth, of the node, of the image and
+// of the CRI config. Later variables replace earlier ones.
 func processEnv(in ContainerInput) ([]string, error) {
 	var e environment
 	setDefaults(&e, in)
@@ -110,8 +110,8 @@ func setDefaults(e *environment, in ContainerInput) {
 	}
 }
 
-// addImage adds the variables of an image config. Like containerd it ignores entries without a
-// name, which some images have.
+// addImage adds the variables of an image config. Like containerd it ignores entries that have no
+// name, which occur in some images.
 func (e *environment) addImage(env []string) error {
 	for _, kv := range env {
 		key, value, ok := strings.Cut(kv, "=")
@@ -147,7 +147,7 @@ func processCwd(config, image string) (string, error) {
 
 // isProcessDir reports whether a clean path is in a process's directory below /proc. While a
 // container is being created, fd/N and cwd there lead out of the container (CVE-2024-21626).
-// libcontainer checks the directory after chdir, and so detects links of the image that lead there.
+// libcontainer checks the directory after chdir, so it detects links of the image that lead there.
 func isProcessDir(p string) bool {
 	rest, ok := strings.CutPrefix(p, "/proc/")
 	if !ok {

@@ -17,9 +17,9 @@ import (
 // UpdateContainerResources. Fields that are 0 or empty stay unset. The creation overwrites Devices
 // of the result. A nil argument sets no limits.
 //
-// Limits for hugepage sizes without a limit file on this host are left out, because kubelet sends a
-// limit for every size that the kernel supports. A swap limit is left out if the kernel does not
-// account for swap.
+// A limit for a hugepage size is left out if this host has no limit file for the size, because
+// kubelet sends a limit for every size that the kernel supports. A swap limit is left out if the
+// kernel does not account for swap.
 func LinuxResources(r *runtimeapi.LinuxContainerResources, host Host) (*specs.LinuxResources, error) {
 	cpu, err := cpuLimits(r)
 	if err != nil {
@@ -75,8 +75,9 @@ func cpuLimits(r *runtimeapi.LinuxContainerResources) (*specs.LinuxCPU, error) {
 
 var cpuList = regexp.MustCompile(`^[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*$`)
 
-// memoryLimits sets memory and memory+swap. A container with a memory limit but no swap limit gets
-// no swap: both limits are equal. libcontainer converts the sum to v2's memory.swap.max.
+// memoryLimits sets memory and memory+swap. If a container has a memory limit but no swap limit,
+// both limits are set to the same value, so it gets no swap. libcontainer converts the sum to v2's
+// memory.swap.max.
 func memoryLimits(r *runtimeapi.LinuxContainerResources, host Host) (*specs.LinuxMemory, error) {
 	limit, swap := r.GetMemoryLimitInBytes(), r.GetMemorySwapLimitInBytes()
 	if limit < -1 {
@@ -118,8 +119,8 @@ func hugepageLimits(limits []*runtimeapi.HugepageLimit, host Host) []specs.Linux
 // unifiedKey matches the name of a limit file of cgroup v2.
 var unifiedKey = regexp.MustCompile(`^[a-z0-9_]+(\.[a-zA-Z0-9_]+)+$`)
 
-// unifiedLimits returns the raw settings of cgroup v2, except for files of the cgroup core, which
-// move, freeze and kill processes.
+// unifiedLimits returns the raw settings of cgroup v2. It leaves out files of the cgroup core,
+// which move, freeze and kill processes.
 func unifiedLimits(unified map[string]string, host Host) (map[string]string, error) {
 	if len(unified) == 0 {
 		return nil, nil
@@ -164,9 +165,9 @@ func takeIdle(unified map[string]string, cpu *specs.LinuxCPU) error {
 	return nil
 }
 
-// nameNoSwap also sets the swap limit 0 as a unified setting. If only the two limits are equal,
-// libcontainer writes 0 to the file but sets no property of the systemd unit. systemd then removes
-// the limit when the next property is set.
+// nameNoSwap sets the swap limit 0 also as a unified setting. If only the two limits are equal,
+// libcontainer writes 0 to the file, but does not set the property of the systemd unit. systemd
+// then removes the limit when the next property is set.
 func nameNoSwap(unified map[string]string, memory *specs.LinuxMemory, host Host) map[string]string {
 	const name = "memory.swap.max"
 	if _, named := unified[name]; named || !host.CgroupV2 || memory.Limit == nil || memory.Swap == nil ||
@@ -180,8 +181,8 @@ func nameNoSwap(unified map[string]string, memory *specs.LinuxMemory, host Host)
 	return unified
 }
 
-// oomScoreAdj checks an oom_score_adj. The caller of ContainerSpec raises it to what the host
-// permits.
+// oomScoreAdj checks an oom_score_adj. The caller of ContainerSpec raises it to the lowest value
+// that the host permits.
 func oomScoreAdj(want int64) (int, error) {
 	if want < -1000 || want > 1000 {
 		return 0, errdefs.InvalidArgument("oom_score_adj %d is not between -1000 and 1000", want)

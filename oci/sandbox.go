@@ -77,7 +77,7 @@ func sandboxProcess(in SandboxInput) (*specs.Process, error) {
 }
 
 // setSandboxNamespaces creates every namespace that the pod does not share with the node, or joins
-// an existing one. The pause gets a private PID namespace even if each container has one.
+// an existing one. The pause gets a private PID namespace even if each container has its own.
 func setSandboxNamespaces(in SandboxInput, spec *specs.Spec) error {
 	if err := checkSandboxModes(in.Pod.options()); err != nil {
 		return err

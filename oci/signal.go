@@ -17,8 +17,8 @@ const (
 	sigRTMax = 64
 )
 
-// StopSignal returns the signal that stops a container: the CRI config's, the image's, or SIGTERM
-// (KEP-4960). A value of the config must have passed [CheckStopSignal].
+// StopSignal returns the signal that stops a container. It is the CRI config's signal, or else the
+// image's, or else SIGTERM (KEP-4960). A value of the config must have passed [CheckStopSignal].
 func StopSignal(asked runtimeapi.Signal, image string) syscall.Signal {
 	if sig, ok := signalNumbers[asked]; ok {
 		return sig
@@ -29,8 +29,8 @@ func StopSignal(asked runtimeapi.Signal, image string) syscall.Signal {
 	return unix.SIGTERM
 }
 
-// CheckStopSignal refuses a value of the config that is no signal. Images are not checked: their
-// author is often not the one who runs them.
+// CheckStopSignal refuses a value of the config that is no signal. The signals of images are not
+// checked, because the author of an image is often not the user who runs it.
 func CheckStopSignal(asked runtimeapi.Signal) error {
 	if _, ok := signalNumbers[asked]; !ok && asked != runtimeapi.Signal_SIGNAL_RUNTIME_DEFAULT {
 		return errdefs.InvalidArgument("stop_signal: unknown value %d", asked)

@@ -14,16 +14,16 @@ import (
 // sysctlName is kubelet's pattern for names (validation.SysctlContainSlashFmt).
 var sysctlName = regexp.MustCompile(`^[a-z0-9]([-_a-z0-9]*[a-z0-9])?([./][a-z0-9]([-_a-z0-9]*[a-z0-9])?)*$`)
 
-// ipcSysctls belong to the IPC namespace, as does everything below fs.mqueue.
+// ipcSysctls belong to the IPC namespace. So do all sysctls below fs.mqueue.
 var ipcSysctls = map[string]bool{
 	"kernel.msgmax": true, "kernel.msgmnb": true, "kernel.msgmni": true, "kernel.sem": true,
 	"kernel.shmall": true, "kernel.shmmax": true, "kernel.shmmni": true, "kernel.shm_rmid_forced": true,
 }
 
-// Sysctl checks a sysctl and returns its name with dots as separators, as sysctl(8) writes it; a
-// slash in it is a dot of an interface's name. It allows only sysctls of namespaces that the pod
-// does not share with the node. It refuses unusual characters in values: in CRI-O a "+" separated
-// several settings (CVE-2022-0811). Errors are InvalidArgument.
+// Sysctl checks a sysctl and returns its name with dots as separators, as sysctl(8) writes it. A
+// slash in the result stands for a dot in an interface's name. It allows only sysctls of namespaces
+// that the pod does not share with the node. It refuses unusual characters in values: in CRI-O a
+// "+" separated several settings (CVE-2022-0811). Errors are InvalidArgument.
 func Sysctl(pod Pod, name, value string) (string, error) {
 	key, err := dottedSysctl(name)
 	if err != nil {
@@ -76,7 +76,8 @@ func sysctls(pod Pod) (map[string]string, error) {
 
 // defaultSysctls apply to a pod with a private network namespace unless its config sets them. They
 // allow binding to port 80 and using ping without root, which is harmless in the pod's namespace.
-// Users of containerd and Docker rely on both. In a user namespace only its groups can be named.
+// Users of containerd and Docker rely on both settings. In a user namespace, the range can contain
+// only groups of the namespace.
 func defaultSysctls(pod Pod) map[string]string {
 	last := uint32(math.MaxInt32)
 	if m := pod.Mappings; m != nil {
@@ -90,10 +91,10 @@ func defaultSysctls(pod Pod) map[string]string {
 
 func isOddInSysctl(r rune) bool { return r != '\t' && r < ' ' || r > '~' || r == '+' }
 
-// dottedSysctl converts a name to the form with dots as separators. The first separator of a name
-// says which one it uses, as for sysctl(8) and kubelet; the other one is a dot inside a component:
-// net/ipv4/conf/eth0.100/rp_filter is net.ipv4.conf.eth0/100.rp_filter. Only the network's sysctls
-// have such components. No component is empty, ".." or a path.
+// dottedSysctl converts a name to the form with dots as separators. As for sysctl(8) and kubelet,
+// the first dot or slash in a name is its separator. The other character is then a dot inside a
+// component. So net/ipv4/conf/eth0.100/rp_filter is net.ipv4.conf.eth0/100.rp_filter. Only network
+// sysctls have such components. No component is empty, ".." or a path.
 func dottedSysctl(name string) (string, error) {
 	if len(name) > 253 || !sysctlName.MatchString(name) {
 		return "", errdefs.InvalidArgument("sysctl %q is not a valid name", name)

@@ -27,7 +27,7 @@ const idMapOption = "idmap"
 // It returns InvalidArgument for inconsistent requests and for requests that kubelet never sends:
 //   - a mode other than POD and NODE
 //   - mappings with NODE
-//   - more or less than one mapping each for users and groups
+//   - a number of mappings for users or groups other than one
 //   - a mapping that does not start with root
 //   - a user namespace together with the node's PID or IPC namespace
 //
@@ -118,7 +118,7 @@ func checkContainerUserNamespace(in ContainerInput) error {
 	return nil
 }
 
-// checkMapped refuses an identity without mapping in the pod's user namespace. The kernel would
+// checkMapped refuses an identity that the pod's user namespace does not map. The kernel would
 // refuse it with a less specific error.
 func checkMapped(pod Pod, u users.User) error {
 	m := pod.Mappings
@@ -139,9 +139,9 @@ func checkMapped(pod Pod, u users.User) error {
 
 // setFirstNamespaces adds a new mount namespace and, if the pod has one, its user namespace. The
 // error is Internal if the config requests a user namespace but the pod has no Mappings, or vice
-// versa. Otherwise a container could run in the node's user namespace because its caller lost the
-// mappings. The spec gets both the path and the mappings of the user namespace, because containerd
-// and CRI-O send both and OCI runtimes expect them.
+// versa. Otherwise a container could run in the node's user namespace because its caller has lost
+// the mappings. The spec gets both the path and the mappings of the user namespace, because
+// containerd and CRI-O send both and OCI runtimes expect them.
 func setFirstNamespaces(pod Pod, spec *specs.Spec) error {
 	mount := specs.LinuxNamespace{Type: specs.MountNamespace}
 	spec.Linux.Namespaces = []specs.LinuxNamespace{mount}
@@ -161,9 +161,9 @@ func setFirstNamespaces(pod Pod, spec *specs.Spec) error {
 }
 
 // sysMount returns the container's /sys. A sysfs shows one network namespace, and only that
-// namespace's owner can mount it. So a pod with a user namespace on the node's network gets a bind
-// mount of the node's /sys. The node's mounts below it, such as cgroups and debugfs, are read-only
-// as well. The node's later mounts do not propagate, since they would be writable.
+// namespace's owner can mount it. So a pod that has a user namespace and uses the node's network
+// gets a bind mount of the node's /sys. The node's mounts below /sys, such as cgroups and debugfs,
+// are read-only as well. Later mounts of the node do not propagate, because they would be writable.
 func sysMount(in ContainerInput, access string) specs.Mount {
 	if in.Pod.Mappings != nil && in.Pod.hostNetwork() {
 		if access == "ro" && in.Host.RecursiveReadOnly {
@@ -207,14 +207,14 @@ func mapMount(m *runtimeapi.Mount, pod Pod, mount *specs.Mount) error {
 	return nil
 }
 
-// BindDevices replaces the device nodes of a spec with a user namespace by bind mounts of the
-// host's nodes, because no process can make nodes in a user namespace. libcontainer would bind
-// whatever file the host has at the node's path in the container. BindDevices therefore leaves a
-// node to libcontainer only if the host has the same node at the same path. It looks up the others
-// at sources, which are host paths of devices or of directories, and then below /dev. It is the
-// last step, because edits by vendors and plugins add nodes too. A bound device keeps the host's
-// owner and mode. Owners and modes in the spec, from devices.ownership_from_security_context or a
-// CDI file, have no effect.
+// BindDevices is for a spec with a user namespace, in which no process can make device nodes. It
+// replaces the spec's device nodes by bind mounts of the host's nodes. libcontainer would bind the
+// host's file at the node's path in the container, which may be any file. BindDevices therefore
+// leaves a node to libcontainer only if the host has the same node at the same path. It looks for
+// the other nodes at sources, which are host paths of devices or of directories, and then below
+// /dev. It is the last step, because edits by vendors and plugins add nodes too. A bound device
+// keeps the host's owner and mode. Owners and modes in the spec, from
+// devices.ownership_from_security_context or a CDI file, have no effect.
 //
 // The error is FailedPrecondition for a device that the host does not have at these paths.
 func BindDevices(spec *specs.Spec, sources []string, files Files) error {

@@ -19,15 +19,15 @@ import (
 // AnonymousVolume is a directory that belongs to one container, mounted where its image has a
 // VOLUME. [PlaceVolumes] returns it.
 type AnonymousVolume struct {
-	Name string `json:"name"` // of the directory on the host: the place of the path among the image's volumes
+	Name string `json:"name"` // name of the directory on the host: the number of the volume in the image
 	Path string `json:"path"` // in the container: clean, and free of the image's symlinks
 }
 
 const (
 	// maxVolumes limits the volumes of an image. Each is a mount and a directory.
 	maxVolumes = 256
-	// maxVolumePath limits the path of a volume. The path of the root filesystem precedes it at the
-	// mount, and both together must not exceed PATH_MAX.
+	// maxVolumePath limits the path of a volume. For the mount it is appended to the path of the
+	// root filesystem, and both together must not exceed PATH_MAX.
 	maxVolumePath = unix.PathMax / 2
 )
 
@@ -35,10 +35,10 @@ const (
 // resolve follows the symlinks of the image. Its errdefs.IsBadPath errors mean that no directory
 // can be at a path. Relative paths begin at the root.
 //
-//   - A mount of the request at the path, or at a parent of it, takes the place of a volume.
-//   - Two volumes at one path, perhaps through a symlink, are one.
-//   - ignored lists the volumes that cannot be directories of the container: the root, a file,
-//     paths of the kernel's filesystems and of the pod's files, and paths that are too long.
+//   - If the request mounts something at the path or at a parent of it, the volume is left out.
+//   - Two volumes at one path, perhaps through a symlink, become one volume.
+//   - ignored lists the volumes that cannot be directories of the container. These are the root,
+//     files, paths of the kernel's filesystems and of the pod's files, and paths that are too long.
 //
 // The error is InvalidArgument for an image with more than maxVolumes volumes.
 func PlaceVolumes(
@@ -94,7 +94,7 @@ func mountPlaces(mounts []*runtimeapi.Mount, resolve func(string) (string, error
 // reserved are the places of the kernel's filesystems and of the pod's files.
 var reserved = []string{"/proc", "/sys", "/dev", "/etc/hostname", "/etc/hosts", "/etc/resolv.conf"}
 
-// placeOf returns the path of a declared volume, or "" if no directory of the container can be
+// placeOf returns the path of a declared volume, or "" if the container cannot have a directory
 // there.
 func placeOf(declared string, resolve func(string) (string, error)) (string, error) {
 	if strings.IndexByte(declared, 0) >= 0 {
@@ -126,8 +126,8 @@ func volumeMounts(in ContainerInput) (mounts []specs.Mount) {
 }
 
 // DropCovered removes the mounts of anonymous volumes from a complete spec that are below another
-// mount. A plugin or a CDI device has added that mount, whose content takes the place of the
-// volumes, as that of a request's mount does. One at the same path has replaced the volume already.
+// mount. A plugin or a CDI device has added the other mount. It takes the place of the volumes,
+// like a mount of the request. A mount at the same path has replaced the volume already.
 func DropCovered(spec *specs.Spec, volumes []AnonymousVolume, dir string) {
 	if len(volumes) == 0 {
 		return

@@ -42,7 +42,7 @@ type checkpoints struct {
 	images   Images
 	dumper   Dumper
 	streams  *stream.Service
-	signing  func() (*archive.Key, error) // the node's key, made when it is first needed
+	signing  func() (*archive.Key, error) // the node's key, created when it is first needed
 
 	outputs *process.Outputs // directories of pods' checkpoints
 	undoing atomic.Bool      // the checkpoints of an earlier daemon are not undone yet
@@ -51,9 +51,9 @@ type checkpoints struct {
 // CheckpointContainer writes an archive of a running container to the file location (KEP-2008). The
 // container is frozen meanwhile and goes on afterwards, also after an error. The archive replaces
 // an existing file, and has the mode 0600. A zero timeout means checkpointTimeout. A stop of the
-// container cancels the checkpoint. Of two calls with the same location, the one that ends last
-// decides, even if its archive is the older one. After an error, location is as before, unless the
-// disk has failed to record the name of the complete archive.
+// container cancels the checkpoint. If two calls have the same location, the call that ends last
+// decides, even if its archive is older. After an error, location is as before, unless the disk has
+// failed to record the name of the complete archive.
 //
 // Errors: InvalidArgument for a location that is not an absolute path. NotFound. FailedPrecondition
 // if the container does not run or cannot be checkpointed, with the cause. ResourceExhausted if a
@@ -91,12 +91,12 @@ func isFilePath(path string) bool {
 
 // CheckpointPod writes an archive of a pod into output, an existing empty directory (KEP-5823). ids
 // are exactly the running containers of the pod. All containers are frozen before the first is
-// captured, and go on afterwards, also after an error. After an error the directory is empty.
+// captured. They continue afterwards, even after an error. After an error the directory is empty.
 // options must be empty.
 //
 // Errors: InvalidArgument for bad requests and unknown options. NotFound. FailedPrecondition if the
 // directory is not empty, ids are not the running containers, or a container cannot be
-// checkpointed. ResourceExhausted, Canceled and DeadlineExceeded as CheckpointContainer.
+// checkpointed. ResourceExhausted, Canceled and DeadlineExceeded as for CheckpointContainer.
 func (k *checkpoints) CheckpointPod(ctx context.Context, podID, output string, ids []string,
 	options map[string]string) error {
 	for name := range options {
@@ -167,8 +167,8 @@ func (k *checkpoints) checkpoint(ctx context.Context, timeout time.Duration, obj
 	})
 }
 
-// untilStopped calls op with the locks of the containers, which are sorted by ID. A stop of one of
-// them cancels op, and the wait for the locks.
+// untilStopped calls op with the locks of the containers, which are sorted by ID. If one of the
+// containers is stopped, op and the wait for the locks are cancelled.
 func (k *checkpoints) untilStopped(ctx context.Context, containers []*container,
 	op func(context.Context, []lockedContainer) error) error {
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -196,8 +196,8 @@ func (k *checkpoints) lockContainers(ctx context.Context, rest []*container, loc
 	})
 }
 
-// checkpointContainer captures a container in a directory of berth's own and packs that into a
-// file.
+// checkpointContainer captures a container in a directory below root, and packs the directory into
+// a file.
 func (k *checkpoints) checkpointContainer(ctx context.Context, p *pod, c *container, location string) (err error) {
 	undo := cleanup.New()
 	defer func() { undo.Run(&err) }()
@@ -212,11 +212,11 @@ func (k *checkpoints) checkpointContainer(ctx context.Context, p *pod, c *contai
 	return process.WriteArchive(ctx, dir, location)
 }
 
-// checkpointDir makes a directory for the checkpoint of a container. Its name is new, because a
-// retried removal of an earlier one can still be in progress.
+// checkpointDir makes a directory for the checkpoint of a container. Its name is new, because the
+// removal of an earlier directory can still be in progress.
 func (k *checkpoints) checkpointDir(undo *cleanup.List) (*os.File, error) {
 	path := filepath.Join(k.node.Checkpoints(), state.NewID())
-	// The archive is complete without it, so a failed removal is retried and is no error.
+	// The archive does not need the directory, so a failed removal is retried and is no error.
 	undo.Add("remove "+path, func() error {
 		if k.removeCheckpointDir(context.Background(), path) != nil {
 			k.tasks.RetryInBackground("remove", path, func(ctx context.Context) error {

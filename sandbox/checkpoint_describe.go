@@ -84,7 +84,7 @@ func (j *checkpointJob) describeContainer(part *checkpointPart) (*archive.Contai
 	return c, nil
 }
 
-// filesOf returns what other programs want to know about a container.
+// filesOf returns the description of a container for other programs.
 func (j *checkpointJob) filesOf(ctx context.Context, part *checkpointPart) (archive.ContainerFiles, error) {
 	k := j.k
 	runtimeSpec, err := k.launcher.RuntimeSpec(ctx, j.pod.Info(), part.snapshot(), k.objects.targetPIDNS(part.container))

@@ -26,12 +26,14 @@ const (
 	// execTimeout is how long execs in the containers may take to end (KEP-5823).
 	execTimeout = time.Second
 	// freezeSlack is how much longer than the checkpoint's deadline a monitor keeps its container
-	// frozen. berth thaws it at the deadline; this is the limit if berth hangs.
+	// frozen. Usually berth thaws the container at the deadline. The monitor's limit counts if
+	// berth hangs.
 	freezeSlack = 5 * time.Second
 )
 
 // checkpointJob is a checkpoint in progress. It holds the locks of the containers until they are
-// captured and described, but not while it hashes and writes: an exit is published under the lock.
+// captured and described. It does not hold them while it hashes and writes, because an exit is
+// published under the lock.
 type checkpointJob struct {
 	k     *checkpoints
 	pod   *pod
@@ -55,7 +57,7 @@ type checkpointPart struct {
 	frozen runtime.Frozen
 }
 
-// run captures the containers and writes the whole archive. They go on as soon as they are
+// run captures the containers and writes the whole archive. They continue as soon as they are
 // captured. The archive of a pod is on the disk when run returns. After an error the caller removes
 // the files.
 func (j *checkpointJob) run(ctx context.Context, containers []*container) error {
@@ -68,7 +70,7 @@ func (j *checkpointJob) run(ctx context.Context, containers []*container) error 
 	if err != nil {
 		return err
 	}
-	return archive.Seal(ctx, j.dir, manifest, key, j.early, j.whole) // that of a container is packed into a file, which is synced
+	return archive.Seal(ctx, j.dir, manifest, key, j.early, j.whole) // an archive of a container is not synced, because it is packed into a file, which is synced
 }
 
 // recordLocked captures and describes the containers while it holds their locks.
@@ -136,8 +138,9 @@ func (j *checkpointJob) holdExecs(ctx context.Context, containers []lockedContai
 	return release, group.Wait()
 }
 
-// capture prepares, freezes and dumps all containers. On success they go on before CRIU's processes
-// have ended. After an error CRIU must end first: it could freeze a container again.
+// capture prepares, freezes and dumps all containers. On success the containers continue before
+// CRIU's processes have ended. After an error CRIU must end first, because it could freeze a
+// container again.
 func (j *checkpointJob) capture(ctx context.Context, containers []lockedContainer) (err error) {
 	defer j.watches.Wait()
 	if err := j.prepare(ctx, containers); err != nil {
@@ -153,7 +156,7 @@ func (j *checkpointJob) capture(ctx context.Context, containers []lockedContaine
 	}
 	if err != nil {
 		err = errors.Join(err, j.endDumps())
-		_ = j.thaw() // the containers may have ended; thawDirectly reports what stays frozen
+		_ = j.thaw() // the containers may have ended; thawDirectly reports containers that stay frozen
 		return errors.Join(err, j.thawDirectly())
 	}
 	if err = errors.Join(j.thaw(), j.endDumps()); err != nil {
@@ -169,7 +172,7 @@ func unlocked(containers []lockedContainer) (list []*container) {
 	return list
 }
 
-// each calls f for all parts in parallel. The first error ends the context of the others.
+// each calls f for all parts in parallel. The first error ends the context of the other calls.
 func (j *checkpointJob) each(ctx context.Context, f func(context.Context, *checkpointPart) error) error {
 	group, ctx := errgroup.WithContext(ctx)
 	for _, part := range j.parts {
@@ -252,7 +255,7 @@ func (j *checkpointJob) freeze(ctx context.Context) error {
 }
 
 // copyAll dumps the processes and copies the files of all containers. The loss of a monitor, or the
-// end of a container, ends everything: the others need not stay frozen for nothing.
+// end of a container, ends the checkpoint, so that the other containers do not stay frozen in vain.
 func (j *checkpointJob) copyAll(ctx context.Context) error {
 	done := make(chan struct{})
 	defer close(done)
@@ -282,7 +285,7 @@ func (j *checkpointJob) copyAll(ctx context.Context) error {
 }
 
 // hashEarly hashes the processes' memory while CRIU writes it, until stop is called. Each CRIU uses
-// a processor. If none is left, the rest of the hashes waits until the containers run again.
+// a processor. If no processor is idle, the rest is hashed when the containers run again.
 func (j *checkpointJob) hashEarly(ctx context.Context) (stop func()) {
 	if goruntime.GOMAXPROCS(0) <= len(j.parts) {
 		return func() {}
@@ -319,14 +322,15 @@ func (j *checkpointJob) copyShm(ctx context.Context) error {
 	return err
 }
 
-// thaw lets all containers go on, in parallel. An error means that a container ran before
-// everything was captured, or that its monitor does not answer.
+// thaw thaws all containers in parallel. An error means that a container ran before everything was
+// captured, or that its monitor does not answer.
 func (j *checkpointJob) thaw() error {
 	return j.eachFrozen(func(part *checkpointPart) error { return part.frozen.Thaw() })
 }
 
-// thawDirectly lets all containers go on without their monitors. CRIU has ended. It may have frozen
-// a container after the monitor's last thaw, and a monitor thaws nothing when its limit is over.
+// thawDirectly thaws all containers and does not ask their monitors. CRIU has ended. It may have
+// frozen a container after the monitor's last thaw, and a monitor stops thawing when its limit is
+// over.
 func (j *checkpointJob) thawDirectly() error {
 	return j.eachFrozen(func(part *checkpointPart) error { return j.k.dumper.Thaw(part.CgroupsPath) })
 }
@@ -373,8 +377,8 @@ func (j *checkpointJob) close() {
 	}
 }
 
-// mounted returns whether the container has a mount at a path. Only CRIU knows which ones a process
-// has unmounted.
+// mounted returns whether the container has a mount at a path. Only CRIU knows which mounts a
+// process has unmounted.
 func (p *checkpointPart) mounted(path string) bool {
 	return p.dump == nil || slices.Contains(p.dump.Info().BindMounts, path)
 }

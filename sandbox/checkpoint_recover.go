@@ -12,9 +12,9 @@ import (
 )
 
 // undoLeft undoes the checkpoints of an earlier daemon before clients can use their directories
-// again. After an error it retries in the background: a CRIU that hangs in the kernel must not keep
-// the daemon from starting. Until it succeeds, new checkpoints are refused, so it undoes none of
-// them.
+// again. After an error it retries in the background, because a CRIU that hangs in the kernel must
+// not prevent the daemon's start. Until it succeeds, new checkpoints are refused, so it cannot undo
+// a new checkpoint.
 func (k *checkpoints) undoLeft(ctx context.Context) error {
 	damaged, err := k.outputs.Load()
 	logDamaged(k.log, "checkpoint", damaged)

@@ -71,7 +71,7 @@ func createFailed(identity string, err error) error {
 // containerPlan is a container to create.
 type containerPlan struct {
 	config  *runtimeapi.ContainerConfig
-	restore *state.Restore   // the checkpoint that it continues; nil: it starts anew
+	restore *state.Restore   // the checkpoint that the container continues; nil: it starts anew
 	archive *archive.Archive // that checkpoint
 }
 
@@ -165,7 +165,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, plan containerPlan)
 }
 
 // warnOfStopSignal logs that the image names a stop signal that does not exist. The container gets
-// SIGTERM, as without a signal.
+// SIGTERM, as if no signal were set.
 func (m *Manager) warnOfStopSignal(p *pod, c *state.ContainerSpec) {
 	named := c.Image.Config.StopSignal
 	if named == "" || c.Config.GetStopSignal() != runtimeapi.Signal_SIGNAL_RUNTIME_DEFAULT {
@@ -215,7 +215,7 @@ func (m *Manager) enterContainer(ctx context.Context, p *pod, c lockedContainer)
 // container, validates its launch request, and publishes it. A stop of the pod cancels it. from is
 // the checkpoint that the container continues, or nil.
 func (m *Manager) makeContainer(ctx context.Context, p *pod, c lockedContainer, from *archive.Archive) error {
-	if c.Phase() == state.Removed { // with its pod, before this call got the lock
+	if c.Phase() == state.Removed { // removed with its pod, before this call got the lock
 		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.ID)
 	}
 	inspectCtx, done := c.launching.Begin(ctx)
@@ -260,7 +260,7 @@ func orStopped(ctx context.Context, p *pod, err error) error {
 }
 
 // describeContainer lets plugins adjust the container, records it and publishes it. It returns the
-// changes that plugins request of other containers. inspectCtx, a child of ctx, cancels the
+// changes of other containers that plugins request. inspectCtx, a child of ctx, cancels the
 // inspection of volumes. fill gets the final spec before the container is published.
 func (m *Manager) describeContainer(
 	ctx, inspectCtx context.Context, p *pod, c lockedContainer, fill func(*specs.Spec) error,
@@ -386,7 +386,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c lockedContainer) error {
 		}
 		m.containerIDs.Going(c.Identity(), c.ID)
 		if err := m.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
-			// Continue: the removal frees space on a full disk.
+			// The removal continues, because it frees space on a full disk.
 			m.log.Warn("record the removal of a container; the removal continues", "container", c.ID, "error", err)
 		}
 	}

@@ -195,8 +195,8 @@ func (m *Manager) readyPod(id string) (*pod, error) {
 	return p, nil
 }
 
-// notReady returns the error for a request to a pod that is not ready. The log has the reason: a
-// stop, or the exit of the pause.
+// notReady returns the error for a request to a pod that is not ready. The log has the reason,
+// which is a stop or the exit of the pause.
 func notReady(p *pod) error {
 	return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s is not ready", p.ID))
 }
@@ -215,7 +215,8 @@ func (m *Manager) startInterrupted(ctx context.Context, c lockedContainer, cause
 
 // revertStart moves a container back to created if its start was interrupted, so that the client
 // can retry. The launcher has undone its steps, or was lost. If the command ran before the launcher
-// noticed the shutdown, it runs a second time. kubelet would also run it again, in a new container.
+// noticed the shutdown, it runs a second time. After another failure kubelet would also run it
+// again, in a new container.
 func (m *Manager) revertStart(ctx context.Context, c lockedContainer) error {
 	if err := m.processes.Remove(ctx, c.ID, c.CgroupsPath); err != nil {
 		return err
@@ -261,7 +262,7 @@ func (m *Manager) containerStarted(ctx context.Context, c lockedContainer, s *pr
 }
 
 func (m *Manager) publishRunning(c lockedContainer, run *running) error {
-	if c.Phase() != state.ContainerRunning { // else the record of an earlier daemon has this phase
+	if c.Phase() != state.ContainerRunning { // otherwise the record of an earlier daemon has this phase
 		if err := c.Move(state.ContainerRunning); err != nil {
 			return err
 		}
@@ -311,7 +312,7 @@ func (m *Manager) noteExit(c *container, exit state.Exit) {
 }
 
 // exited records and publishes an exit, notifies plugins, and then removes the runtime state. An
-// exit that cannot be recorded is published too. The runtime state is then the only record, and
+// exit is published even if it cannot be recorded. The runtime state is then the only record, and
 // stays until the exit is recorded.
 func (m *Manager) exited(c lockedContainer, exit state.Exit) {
 	if c.Phase() == state.Removed { // a removed container has no shim and must not reappear
@@ -333,7 +334,7 @@ func (m *Manager) exited(c lockedContainer, exit state.Exit) {
 	m.events.Exit(c.container, exit)
 	m.restorer.dropCheckpoint(c.container)
 	if run := c.running.Swap(nil); run != nil {
-		close(run.Exited) // first: the wait for a kill is short, and plugins may be slow
+		close(run.Exited) // this comes first, because the wait for a kill is short, and plugins may be slow
 		m.meters.keepUsage(c.container, run)
 		m.meters.sampler.Wake()
 	}
@@ -358,8 +359,8 @@ func (m *Manager) exited(c lockedContainer, exit state.Exit) {
 	})
 }
 
-// cleanExited removes the runtime state of an exited container. A failed removal, without free file
-// descriptors for example, is retried in the background.
+// cleanExited removes the runtime state of an exited container. A failed removal is retried in the
+// background. It can fail for lack of file descriptors, for example.
 func (m *Manager) cleanExited(c lockedContainer) {
 	ctx, cancel := context.WithTimeout(context.Background(), runtime.KillTimeout)
 	defer cancel()
@@ -395,7 +396,7 @@ func (m *Manager) UpdateContainerResources(ctx context.Context, id string,
 }
 
 // ReopenContainerLog makes the shim of a running container open its log file again, after kubelet
-// has renamed the file. If it fails, no new file exists.
+// has renamed the file. If it fails, it has created no new file.
 func (m *Manager) ReopenContainerLog(ctx context.Context, id string) error {
 	c, err := m.objects.containers.Find(id)
 	if err != nil {

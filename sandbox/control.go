@@ -98,7 +98,7 @@ func (k *control) endContainer(ctx context.Context, c *container, timeout time.D
 
 // killContainer kills a container and waits for its exit (see runtime.Stopper). A container that
 // does not run is no error. The caller must not hold the container's lock, because the exit is
-// published under it.
+// published under this lock.
 func (k *control) killContainer(ctx context.Context, c *container) error {
 	defer c.dumping.Stop()()
 	return k.stopper.Kill(ctx, k.stopTarget(c))
@@ -118,7 +118,7 @@ func (k *control) stopTarget(c *container) runtime.StopTarget {
 	}
 }
 
-// stopSignal returns the stop signal of the config, else of the image, else SIGTERM.
+// stopSignal returns the stop signal of the config, or else of the image, or else SIGTERM.
 func stopSignal(c *container) unix.Signal {
 	return oci.StopSignal(c.Config.GetStopSignal(), c.Image.Config.StopSignal)
 }
@@ -149,8 +149,8 @@ func checkUpdatable(c lockedContainer) error {
 }
 
 // changeResources applies, records and publishes new limits, or changes nothing. It changes the
-// kernel's limits first: if the daemon dies before the record, the status shows the old limits and
-// kubelet repeats the update.
+// kernel's limits first. If the daemon dies before the record is written, the status shows the old
+// limits, and kubelet repeats the update.
 func (k *control) changeResources(c lockedContainer, change nri.Update) (err error) {
 	limitsBefore, resourcesBefore := c.Limits, c.Resources
 	if err := k.setResources(c, mergeResources(c.Resources, change.Resources), c.Limits.Merge(change.Limits)); err != nil {

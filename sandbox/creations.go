@@ -57,14 +57,14 @@ var errInUse = errors.New("in use")
 // content gets the existing object.
 //
 // A call with other content gets AlreadyExists, unless no caller has received the ID and the object
-// is unused. Then the first caller has given up and is retrying, so the object is removed and
-// created again. kubelet never repeats the exact request of a container, because it chooses a new
-// path for the termination log each time.
+// is unused. In that case the first caller has given up and is retrying, so the object is removed
+// and created again. kubelet never repeats exactly the same request for a container, because it
+// chooses a new path for the termination log each time.
 //
 // No caller receives the ID of an object whose removal has started (Going). A caller waits until
-// the object is gone, and gets a new one.
+// the object is removed, and gets a new one.
 //
-// The lock guards the map and the creations' fields and is held for nothing else.
+// The lock guards the map and the creations' fields. It is held only to access them.
 type creations struct {
 	mu sync.Mutex
 	// +checklocks:mu
@@ -85,8 +85,8 @@ type maker struct {
 }
 
 // Create returns the ID of the object with that identity. It waits for a running creation, and
-// creates a missing object. A failed creation leaves nothing behind. Errors do not name the
-// identity, because the caller adds it.
+// creates a missing object. A failed creation removes everything that it has made. Errors do not
+// name the identity, because the caller adds it.
 func (j *creations) Create(ctx context.Context, identity string, sum fingerprint, mk maker) (string, error) {
 	for {
 		c, mine, joined, going := j.enter(identity, sum)
@@ -101,7 +101,7 @@ func (j *creations) Create(ctx context.Context, identity string, sum fingerprint
 				return "", err
 			}
 			if c.err != nil {
-				continue // the failed creation left nothing
+				continue // the failed creation has removed everything
 			}
 			if going = j.replace(c, mk); going == nil {
 				return "", inUse(c)
@@ -147,8 +147,9 @@ func (j *creations) replace(c *creation, mk maker) *removal {
 	return going
 }
 
-// enter returns the creation with that identity, and adds a missing one (mine). joined reports that
-// the caller is counted as waiting for the ID. going is the running removal of the object, or nil.
+// enter returns the creation with an identity. If there is none, it adds one and sets mine. joined
+// reports that the caller is counted as waiting for the ID. going is the running removal of the
+// object, or nil.
 func (j *creations) enter(identity string, sum fingerprint) (c *creation, mine, joined bool, going *removal) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -193,9 +194,9 @@ func (j *creations) await(ctx context.Context, c *creation) (string, error) {
 	}
 }
 
-// claim marks the object as being removed by the caller (mine) if its removal has started or no
-// caller has received its ID. If another caller was faster, claim returns the removal of that
-// caller. In other cases it returns nil.
+// claim marks the object as being removed, if its removal has started or no caller has received its
+// ID. mine reports that this caller must remove it. If another caller was faster, claim returns the
+// removal of that caller. In other cases it returns nil.
 func (j *creations) claim(c *creation) (going *removal, mine bool) {
 	j.mu.Lock()
 	defer j.mu.Unlock()

@@ -13,7 +13,7 @@ import (
 // are taken down, and each take-down runs CNI plugins.
 const takeDownsAtOnce = 8
 
-// deferredWork collects unfinished work during recovery. Recovery starts none of it, because the
+// deferredWork collects unfinished work during recovery. Recovery starts no such work, because the
 // work takes locks and may look up any other object. After Start each item runs in the background
 // until it succeeds. The lock guards noted.
 type deferredWork struct {

@@ -12,7 +12,7 @@ import (
 func (m *Manager) Handlers() []handler.Info { return m.handlers.List() }
 
 // SetHandlers replaces the runtime handlers. Existing pods keep their runtimes. It runs the new
-// programs to learn their features; a program that fails only prevents pods of its handler. Calls
+// programs to learn their features. If a program fails, only pods of its handler cannot run. Calls
 // must not overlap.
 func (m *Manager) SetHandlers(ctx context.Context, programs map[string]handler.Config, defaultName string) error {
 	return m.handlers.Replace(ctx, programs, defaultName)

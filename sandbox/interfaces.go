@@ -28,8 +28,8 @@ import (
 // The manager commands the host through these interfaces only. Tests replace them with fakes, so
 // that each failure of each step can be tested without root.
 
-// Starter starts the processes of pods and containers. runtime.Launcher implements it and
-// documents the methods.
+// Starter starts the processes of pods and containers. runtime.Launcher implements it and documents
+// the methods.
 type Starter interface {
 	PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKind, *specs.Spec, error)
 	Pause(ctx context.Context, pod *state.Pod, planned *specs.Spec) (*proto.Started, error)

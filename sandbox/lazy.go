@@ -36,8 +36,8 @@ func (m *Manager) layersComplete(spec *state.ContainerSpec) bool {
 	return complete
 }
 
-// killIfLayersLost kills a container that reads zeros where the content of a layer is missing: no
-// process has kept the fanotify group of its layers (see package lazy).
+// killIfLayersLost kills a container that reads zeros where the content of a layer is missing. That
+// is so if no process has kept the fanotify group of its layers (see package fill).
 func (m *Manager) killIfLayersLost(c lockedContainer) {
 	if !m.cfg.LayersLost || !c.Lazy || m.layersComplete(c.ContainerSpec) {
 		return
@@ -68,8 +68,8 @@ func chainsOf(spec *state.ContainerSpec) [][]digest.Digest {
 	return chains
 }
 
-// killIfUnusable kills a container that has started on a layer that cannot be completed: the table
-// of contents of the layer may be wrong.
+// killIfUnusable kills a container that has started on a layer that cannot be completed. The
+// layer's table of contents may be wrong.
 func (m *Manager) killIfUnusable(c lockedContainer) {
 	if err := m.layersUsable(c.ContainerSpec); err != nil {
 		m.killWrong(c.container, err.Error())
@@ -92,7 +92,7 @@ const noteTimeout = 2 * time.Second
 
 // killWrong kills a container in the background if it runs or starts. Its exit has the reason,
 // unless another operation has the container's lock for long. A created container cannot start any
-// more: its user comes from the wrong files.
+// more, because its user comes from the wrong files.
 func (m *Manager) killWrong(c *container, reason string) {
 	m.tasks.RetryInBackground("kill", c.String(), func(ctx context.Context) error {
 		noting, cancel := context.WithTimeout(ctx, noteTimeout)

@@ -32,7 +32,7 @@ func mergeResources(old, change *runtimeapi.LinuxContainerResources) *runtimeapi
 		return slices.ContainsFunc(change.HugepageLimits,
 			func(l *runtimeapi.HugepageLimit) bool { return l.GetPageSize() == have.GetPageSize() })
 	})
-	merged.HugepageLimits = kept // a plugin sends the limit of one page size, kubelet sends all
+	merged.HugepageLimits = kept // a plugin sends the limit of one page size, and kubelet sends the limits of all sizes
 	proto.Merge(merged, change)  // copies non-zero fields, merges maps by key and appends lists
 	if old != nil && change.MemoryLimitInBytes != 0 && change.MemorySwapLimitInBytes == 0 &&
 		old.MemorySwapLimitInBytes == old.MemoryLimitInBytes {

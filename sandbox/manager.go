@@ -28,10 +28,10 @@ type Config struct {
 	NetNSDir       string                    // where network namespaces are pinned, /run/netns
 	HostResolvConf func() string             // path of the resolv.conf of pods with the Default DNS policy
 	SystemdCgroup  bool                      // cgroup driver: systemd, else cgroupfs
-	Names          *Names                    // gets the objects; may be nil
+	Names          *Names                    // gets the names of objects; may be nil
 	Handler        string                    // name of the built-in runtime handler
 	Handlers       map[string]handler.Config // the other runtime handlers
-	DefaultHandler string                    // the handler of pods that name none; empty: Handler
+	DefaultHandler string                    // the handler of pods that name no handler; empty: Handler
 	PauseImage     string                    // image to use instead of the embedded pause; empty: none
 	ShimPath       string                    // the berth-shim binary
 	IdleLaunchers  int                       // launchers kept ready
@@ -52,15 +52,15 @@ type Config struct {
 	IgnoreVolumes  bool                      // VOLUMEs of images have no effect
 	// PullPause pulls a pause image that is missing, without credentials.
 	PullPause  func(ctx context.Context, ref string) (*image.Image, error)
-	LayersLost bool        // containers on layers that are still incomplete read zeros: they are killed
+	LayersLost bool        // containers on incomplete layers read zeros, so they are killed
 	Waits      *task.Waits // lists the waits of operations
 	Observer   Observer    // nil: none
 	Log        *slog.Logger
 	LogFormat  string // of Log: json or text
 }
 
-// Manager runs the lifecycle of all pods and containers: it orders the steps of each operation. The
-// embedded parts, and the fields below them, do the rest.
+// Manager runs the lifecycle of all pods and containers. It orders the steps of each operation, and
+// calls the embedded parts and the fields below them.
 type Manager struct {
 	*state.Lists[*pod, *container] // Pods, Containers, Events
 	*stream.Service                // Exec, ExecSync, Attach, PortForward
@@ -200,7 +200,7 @@ func (m *Manager) start(ctx context.Context) error {
 func (m *Manager) Close(ctx context.Context) error {
 	idle, err := m.tasks.End(ctx, m.network.Leave)
 	m.plugins.caller.Plugins.Close()
-	if idle { // else operations still use them
+	if idle { // otherwise operations still use them
 		err = errors.Join(err, m.pool.Close(), m.quotas.Close())
 	}
 	if len(m.objects.pods.Snapshot()) == 0 && !m.node.SystemdCgroup {
@@ -236,8 +236,8 @@ func (m *Manager) Waits() []task.Wait { return m.tasks.Waits() }
 func (m *Manager) RuntimeStatus() error { return m.disks.Err() }
 
 // UpdatePodCIDR sets the node's pod CIDR: one CIDR, or several separated by commas. Networks that
-// declare the ipRanges capability get it with every new pod. An empty string unsets it. The error
-// is InvalidArgument for malformed CIDRs.
+// declare the ipRanges capability get the CIDRs with every new pod. An empty string unsets it. The
+// error is InvalidArgument for malformed CIDRs.
 func (m *Manager) UpdatePodCIDR(ctx context.Context, cidr string) error {
 	return m.network.SetPodCIDR(ctx, cidr)
 }
@@ -245,5 +245,6 @@ func (m *Manager) UpdatePodCIDR(ctx context.Context, cidr string) error {
 // NetworkStatus returns nil, or the error that prevents pods from getting a network.
 func (m *Manager) NetworkStatus(ctx context.Context) error { return m.network.Status(ctx) }
 
-// pauseOOMScore is the pause's oom_score_adj: the OOM killer picks the pause after all containers.
+// pauseOOMScore is the pause's oom_score_adj. With it the OOM killer picks the pause after all
+// containers.
 const pauseOOMScore = -998

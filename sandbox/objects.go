@@ -59,10 +59,10 @@ type pod struct {
 	status   state.Locked[state.PodStatus]
 	info     atomic.Pointer[state.Pod]      // the published snapshot; nil until the pod is ready
 	pause    atomic.Pointer[os.File]        // pidfd, owned by the pod's watcher
-	meter    atomic.Pointer[stats.PodMeter] // nil without a pause; owned by the pod's watcher
+	meter    atomic.Pointer[stats.PodMeter] // nil if there is no pause; owned by the pod's watcher
 	launched atomic.Int64                   // process ID of the pause before info has it; 0: not launched yet, or launched by an earlier daemon
 	start    *history.Recording             // the traces of its start; may be nil; never changed
-	stopped  atomic.Bool                    // this daemon started its stop and logs the end of the stop
+	stopped  atomic.Bool                    // this daemon has started the pod's stop, and logs the end of the stop
 
 	planned *specs.Spec // runtime-spec of its pause, until the launch; access needs its lock
 
@@ -93,7 +93,7 @@ func (p *pod) Info() *state.Pod { return p.info.Load() }
 // Birth implements state.Published.
 func (p *pod) Birth() state.Birth { return state.Birth{At: p.CreatedAt, ID: p.ID} }
 
-// unshared returns the pod as if it were locked. Planning and recovery use it, while no other
+// unshared gives access to a pod that is not locked. Planning and recovery use it, while no other
 // goroutine can reach the pod.
 func (p *pod) unshared() lockedPod { return lockedPod{p, p.status.Unshared()} }
 
@@ -105,7 +105,7 @@ type container struct {
 	*state.ContainerSpec
 	status state.Locked[state.ContainerStatus]
 
-	stopNotified atomic.Pointer[chan struct{}]   // closed when plugins were notified of the exit; nil: no notification is pending
+	stopNotified atomic.Pointer[chan struct{}]   // closed when plugins have been notified of the exit; nil: no notification is pending
 	running      atomic.Pointer[running]         // nil without a shim
 	launching    runtime.CancelSlot              // cancels its creation or launch
 	dumping      runtime.StopGate                // stops cancel its checkpoints
@@ -114,8 +114,9 @@ type container struct {
 	describing   atomic.Bool                     // a RuntimeSpec call inspects its mounts
 
 	// planned is the runtime-spec until the start. Access needs the container's lock. It is nil if
-	// the record must be read for it: after a restart of the daemon, after a change of the limits,
-	// and for a PID namespace of another container, which may end before the start.
+	// the spec must be built from the record. That is so after a restart of the daemon, after a
+	// change of the limits, and if the container joins the PID namespace of another container,
+	// which may end before the start.
 	planned *specs.Spec
 }
 
@@ -135,7 +136,7 @@ func newContainer(spec *state.ContainerSpec, status state.ContainerStatus) *cont
 	return &container{ContainerSpec: spec, status: state.NewLocked(status)}
 }
 
-// joinsTarget reports whether the container joins the PID namespace of another one (ephemeral
+// joinsTarget reports whether the container joins the PID namespace of another container (ephemeral
 // containers).
 func (c *container) joinsTarget() bool {
 	return c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetPid() == runtimeapi.NamespaceMode_TARGET

@@ -16,7 +16,8 @@ type oomCounter struct {
 	counted map[string]uint64 // kills of each running container so far, by ID
 }
 
-// begin adds a running container. Its kills so far do not count: an earlier daemon counted them.
+// begin adds a running container. Its kills so far do not count, because an earlier daemon has
+// counted them.
 func (o *oomCounter) begin(id string, already uint64) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -75,8 +76,8 @@ func (s *meters) countExit(c *container, exit state.Exit) {
 	s.oomKills.end(c.ID, s.readOOMKills(c), exit.Reason == state.ReasonOOMKilled)
 }
 
-// readOOMKills returns the number of OOM kills in a container's cgroup. It returns 0 if the number
-// is unknown: the metric then misses kills, and nothing else depends on it.
+// readOOMKills returns the number of OOM kills in a container's cgroup. If the number is unknown,
+// it returns 0. Then the metric misses kills, but nothing else depends on it.
 func (s *meters) readOOMKills(c *container) uint64 {
 	group, err := s.node.Cgroup(c.CgroupsPath)
 	if err != nil {

@@ -57,8 +57,8 @@ type parts struct {
 	key       func() (*archive.Key, error) // the node's key for checkpoints, made when it is first needed
 }
 
-// openParts prepares the host's directories and opens the parts. It starts nothing but idle
-// launchers. If it fails, it stops them.
+// openParts prepares the host's directories and opens the parts. The only processes that it starts
+// are idle launchers. If it fails, it stops them.
 func openParts(
 	ctx context.Context, cfg Config, images *image.Store, network *cni.Network, tasks *task.Runner,
 ) (_ *parts, err error) {
@@ -215,7 +215,8 @@ func probeUserNamespaces(namespaces podenv.Namespaces, cfg Config) host.Facts {
 	return cfg.Host.WithUserNamespaces(err)
 }
 
-// loadOnce returns a function that calls load until it succeeds once, and then returns that result.
+// loadOnce returns a function that calls load until load succeeds once. After that, the function
+// returns the result of that call.
 func loadOnce[T any](load func() (*T, error)) func() (*T, error) {
 	var mu sync.Mutex // held during load, so that there is one call at a time
 	var loaded *T

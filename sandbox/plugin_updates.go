@@ -70,7 +70,7 @@ func (s pluginCaller) UpdateLater(updates []nri.Update) {
 				s.Log.Warn("apply update of NRI plugin", "container", u.ContainerID, "error", err)
 			}
 		}
-	}) // else the daemon is shutting down, and the next daemon sends plugins the state again
+	}) // otherwise the daemon is shutting down, and the next daemon sends plugins the state again
 }
 
 // update changes a container's limits or evicts it.

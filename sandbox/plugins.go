@@ -54,7 +54,7 @@ func (n nriCalls) NotifyPod(ctx context.Context, event nri.PodEvent, p lockedPod
 }
 
 // PresentContainer lets plugins adjust a container before it is published. runtimeSpec has none of
-// the adjustments. others are the changes that plugins request of other containers (see
+// the adjustments. others are the changes of other containers that plugins request (see
 // pluginCaller).
 func (n nriCalls) PresentContainer(
 	ctx context.Context, p *pod, c lockedContainer, runtimeSpec *specs.Spec,
@@ -191,8 +191,8 @@ type (
 // The caller holds the lock of the pod or container of a call, so plugins see its events in order.
 // Each call prevents registrations of new plugins (Plugins.Hold). During a hold no code may take
 // the lock of a pod or container, or open a file that a user named. The request timeout limits each
-// plugin's answer. Updates of other containers are applied after the hold, without the caller's
-// locks. A plugin that registers gets the present state of all objects.
+// plugin's answer. Updates of other containers are applied after the hold, when the caller's locks
+// are released. A plugin that registers gets the present state of all objects.
 type pluginCaller struct {
 	Plugins Plugins
 	Target  pluginTarget
@@ -249,7 +249,8 @@ type pluginChanges struct {
 }
 
 // PresentContainer lets plugins change a container that is about to be published. New plugins
-// cannot register until release is called. release is never nil. changes is nil without plugins.
+// cannot register until release is called. release is never nil. changes is nil if there are no
+// plugins.
 func (s pluginCaller) PresentContainer(ctx context.Context, c containerDescriber) (
 	release func(), presented bool, changes *pluginChanges, err error) {
 	release, active := s.Plugins.Hold()
@@ -301,7 +302,7 @@ func (s pluginCaller) RequestUpdate(ctx context.Context, id string, wanted *runt
 
 // NotifyContainer reports an event of a container to plugins. Their answers do not affect the
 // container. Updates of other containers are applied in the background. It calls done before the
-// hold ends, even without plugins.
+// hold ends, even if there are no plugins.
 func (s pluginCaller) NotifyContainer(
 	ctx context.Context, event nri.ContainerEvent, id string, c containerDescriber, done func(),
 ) {

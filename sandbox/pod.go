@@ -42,7 +42,7 @@ func (m *Manager) PodOrPlanned(id string) (*state.Pod, error) {
 // runs. A call with the identity and content of an existing pod joins its start, or returns its ID.
 //
 // Errors: InvalidArgument for a malformed config. AlreadyExists if the identity exists with other
-// content. NotFound for an unknown handler. FailedPrecondition without a CNI config.
+// content. NotFound for an unknown handler. FailedPrecondition if there is no CNI config.
 func (m *Manager) RunPodSandbox(
 	ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string,
 ) (string, error) {

@@ -29,7 +29,7 @@ func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
 }
 
 // stopPod publishes NotReady first, so that nothing new starts in the pod. It runs all steps even
-// if some fail: a full disk must not keep a pod running.
+// if some fail, because a full disk must not keep a pod running.
 func (m *Manager) stopPod(ctx context.Context, p lockedPod) error {
 	if p.Phase() == state.Removing || p.Phase() == state.Removed {
 		return nil
@@ -45,7 +45,7 @@ func (m *Manager) stopPod(ctx context.Context, p lockedPod) error {
 		m.control.publishPod(p)
 	}
 	err := m.killContainers(ctx, p.pod)
-	if unrecorded != nil { // first: a daemon that restarts now would take a recorded pod with a pause for ready
+	if unrecorded != nil { // this comes first, because a daemon that restarts now would treat a recorded pod with a pause as ready
 		m.endPause(ctx, p.pod)
 	}
 	err = errors.Join(err, m.takeDown(ctx, p))
@@ -92,7 +92,7 @@ func (m *Manager) detachNetwork(ctx context.Context, p lockedPod) error {
 			return fmt.Errorf("detach pod %s from its network: %w", p.ID, err)
 		}
 		p.Network = nil
-		if p.Phase() != state.Removing { // else the record is removed anyway
+		if p.Phase() != state.Removing { // otherwise the record is removed anyway
 			if err := m.records.WritePod(p.PodSpec, p.PodStatus); err != nil {
 				m.log.Warn("record that a pod is detached; the next daemon will detach it again", "pod", p.ID,
 					"error", err)
@@ -111,7 +111,7 @@ func (m *Manager) removePause(ctx context.Context, p *pod) error {
 }
 
 // endPauseTimeout bounds the wait for a killed pause, which takes a millisecond. A frozen pause
-// takes longer: only the kill of its cgroup thaws it, and that needs the remaining time.
+// takes longer, because only the kill of its cgroup thaws it. That kill needs the remaining time.
 const endPauseTimeout = time.Second
 
 // endPause kills the pause. The pause of a runtime program is left to the program.
@@ -175,8 +175,8 @@ func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
 }
 
 // replacePod removes a pod without containers, or continues its removal. For a pod with containers
-// it returns errInUse. New containers are entered under the pod's lock, so replacePod cannot
-// miss one.
+// it returns errInUse. New containers are entered under the pod's lock, so replacePod cannot miss
+// one.
 func (m *Manager) replacePod(ctx context.Context, id string) error {
 	p, known := m.objects.pods.Get(id)
 	if !known {
@@ -211,7 +211,7 @@ func (m *Manager) erasePod(ctx context.Context, p lockedPod) error {
 		}
 		m.podIDs.Going(p.Identity(), p.ID)
 		if err := m.records.WritePod(p.PodSpec, p.PodStatus); err != nil {
-			// Continue: the removal frees space on a full disk.
+			// The removal continues, because it frees space on a full disk.
 			m.log.Warn("record the removal of a pod; the removal continues", "pod", p.ID, "error", err)
 		}
 	}
@@ -237,7 +237,7 @@ func (m *Manager) forgetPod(ctx context.Context, p lockedPod) error {
 	}
 	m.labels.Release(m.selinux, p.Labels, p.ID)
 	m.objects.pods.Remove(p.ID)
-	if p.Visible() { // else no client has seen the pod
+	if p.Visible() { // otherwise no client has seen the pod
 		m.events.Pod("pod removed", p.pod)
 	}
 	m.control.events.PodDeleted(p.info.Load())

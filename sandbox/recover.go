@@ -27,7 +27,7 @@ type recovery struct{ m *Manager }
 // objects are loaded. Undo steps run in the background, because they may call slow plugins. When
 // recover returns, all layers that containers need are held.
 //
-// Recovery treats an object as gone only if that is certain. After any failed look-up the daemon
+// Recovery treats an object as ended only if this is certain. After any failed look-up the daemon
 // does not start, so that it kills no container by mistake.
 func (r *recovery) run(ctx context.Context) error {
 	if err := r.loadPodCIDR(); err != nil {
@@ -106,7 +106,7 @@ func (r *recovery) emptyTrash() {
 	})
 }
 
-// findAtOnce bounds the parallel look-ups of shims. Most look-ups are immediate. One may take
+// findAtOnce bounds the parallel look-ups of shims. Most look-ups are immediate. A look-up may take
 // runtime.HandoverTimeout, and systemd gives a daemon five minutes to start.
 const findAtOnce = 16
 
@@ -217,8 +217,8 @@ func (r *recovery) findPause(p lockedPod) error {
 	return nil
 }
 
-// finishStop continues a stop that an earlier daemon could not record, on a read-only disk for
-// example. No other step removes the leftovers of the launch.
+// finishStop continues a stop that an earlier daemon could not record, for example on a read-only
+// disk. No other step removes the leftovers of the launch.
 func (r *recovery) finishStop(p lockedPod) error {
 	_, err := os.Lstat(r.m.node.Shim(p.ID))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -231,12 +231,12 @@ func (r *recovery) finishStop(p lockedPod) error {
 // recoverContainer acts on the recorded phase. If launched is true, the caller inspects the shim
 // directory.
 func (r *recovery) recoverContainer(c lockedContainer) (launched bool, err error) {
-	if !state.IsContainerPhase(c.Phase()) { // of a later version; Move would refuse all transitions
+	if !state.IsContainerPhase(c.Phase()) { // a phase of a later version, for which Move would refuse all transitions
 		return false, fmt.Errorf("its record has the unknown phase %q", c.Phase())
 	}
 	_, known := r.m.objects.pods.Get(c.PodID)
 	if !known || c.Phase() == state.Removing || c.Phase() == state.ContainerCreating {
-		// The pod is lost, the container is being removed, or no client got its ID.
+		// The pod is lost, the container is being removed, or no client has got its ID.
 		r.m.unfinished.Later("undo", c.String(), func(ctx context.Context) error {
 			return r.m.removeContainer(ctx, c.container)
 		})
@@ -274,8 +274,8 @@ func (r *recovery) recoverContainer(c lockedContainer) (launched bool, err error
 	return true, nil
 }
 
-// recoverCreated publishes a container that was not started. If its pod was lost, by a restart of
-// the node for example, the container has exited.
+// recoverCreated publishes a container that was not started. If its pod was lost, for example by a
+// restart of the node, the container has exited.
 func (r *recovery) recoverCreated(c lockedContainer) error {
 	lost, err := r.stateLost(c.BootID, c.RunID, c.PodID)
 	switch {
@@ -328,9 +328,9 @@ func (r *recovery) adoptMonitor(ctx context.Context, c lockedContainer) error {
 	return nil
 }
 
-// publishLost publishes a container whose shim is gone. It has exited if it has an exit record, it
-// is created if its launch never started, and it is lost otherwise. A container with a surviving
-// process stays Running until that process exits.
+// publishLost publishes a container whose shim is gone. If there is an exit record, the container
+// has exited. If its launch never started, it is created. Otherwise it is lost. A container with a
+// surviving process stays Running until that process exits.
 func (r *recovery) publishLost(ctx context.Context, c lockedContainer, ids proto.PIDs) error {
 	if ids.StartedAt.IsZero() {
 		ids.StartedAt = c.StartedAt
@@ -397,8 +397,9 @@ func (r *recovery) watchLost(c lockedContainer, ids proto.PIDs, exit state.Exit)
 	return nil
 }
 
-// removeUnrecorded removes resources with the ID of a pod or container that has no record. Single
-// records were lost: package ownership refuses a root that does not know the node's pods.
+// removeUnrecorded removes resources with the ID of a pod or container that has no record. Only
+// single records can be missing here, because package ownership refuses a root that does not know
+// the node's pods.
 func (r *recovery) removeUnrecorded() error {
 	ids, err := r.m.Unrecorded()
 	for id := range ids {

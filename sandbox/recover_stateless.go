@@ -18,8 +18,8 @@ import (
 // node, or mount over it, while processes continue. The ID of the state directory reveals both
 // cases. Recovery handles them like a reboot, after it has killed surviving processes.
 
-// stateLost reports whether an object of that boot and run lost its runtime state. An existing shim
-// directory of one of ids shows that only the ID file was deleted.
+// stateLost reports whether an object of a boot and a run has lost its runtime state. If a shim
+// directory of one of ids exists, only the ID file was deleted.
 func (r *recovery) stateLost(bootID, runID string, ids ...string) (bool, error) {
 	if bootID != r.m.bootID {
 		return true, nil

@@ -28,15 +28,15 @@ type restorer struct {
 
 // RestorePod creates a pod and its containers, which continue a checkpoint. StartContainer restores
 // the processes of a container. The checkpoint is not needed afterwards, because berth keeps a copy
-// until the container has started. If RestorePod fails, nothing is left.
+// until the container has started. If RestorePod fails, it removes everything that it has made.
 //
 // A call with the identity and content of an existing restored pod joins its creation, or returns
 // its IDs.
 //
 // Errors: InvalidArgument for a malformed config or checkpoint. AlreadyExists if the identity
 // exists with other content. NotFound for an unknown handler or image. FailedPrecondition if the
-// checkpoint is not that of the requested containers, or cannot be restored here, or if CRIU would
-// restore it and the configuration does not permit that.
+// checkpoint does not belong to the requested containers, or cannot be restored here. It is also
+// returned if CRIU would restore it and the configuration does not permit that.
 func (k *restorer) RestorePod(
 	ctx context.Context, r state.RestoreRequest,
 ) (podID string, _ []state.Restored, err error) {
@@ -103,8 +103,8 @@ func (k *restorer) checkRestore(r state.RestoreRequest) error {
 	return nil
 }
 
-// restorePermitted refuses restores by CRIU that the configuration does not permit. mapped: the pod
-// has a user namespace.
+// restorePermitted refuses restores by CRIU that the configuration does not permit. mapped says
+// that the pod has a user namespace.
 func (k *restorer) restorePermitted(byCRIU, mapped bool) error {
 	if !byCRIU {
 		return nil
@@ -166,7 +166,7 @@ func savedIPs(a *archive.Archive) []netip.Addr {
 }
 
 // checkHandler refuses handlers that cannot restore a checkpoint. saved is the version of the
-// runtime that has saved a sandbox, and empty for a checkpoint of CRIU.
+// runtime that has saved a sandbox. It is empty for a checkpoint of CRIU.
 func (k *restorer) checkHandler(ctx context.Context, name, saved string) error {
 	h, err := k.m.handlers.Find(name)
 	if err != nil {
@@ -244,8 +244,8 @@ func (k *restorer) fillPod(
 	})
 }
 
-// fillShm fills the pod's /dev/shm, which all its containers share. With the node's IPC namespace
-// the pod has none.
+// fillShm fills the pod's /dev/shm, which all its containers share. A pod that uses the node's IPC
+// namespace has none.
 func (k *restorer) fillShm(ctx context.Context, p *pod, a *archive.Archive) error {
 	options := p.Config.GetLinux().GetSecurityContext().GetNamespaceOptions()
 	if options.GetIpc() == runtimeapi.NamespaceMode_NODE {
@@ -305,7 +305,7 @@ func (k *restorer) refillContainer(ctx context.Context, p *pod, c lockedContaine
 	return k.fillLayer(ctx, c, root)
 }
 
-// dropCheckpoint removes the checkpoint of a container that does not need it any more. If it fails,
+// dropCheckpoint removes the checkpoint of a container when it is no longer needed. If it fails,
 // the files stay until the pod is removed.
 func (k *restorer) dropCheckpoint(c *container) {
 	if c.Restore == nil {

@@ -19,15 +19,15 @@ const (
 )
 
 // retryLoop repeats failed work that runs CNI plugins, until it succeeds or the daemon stops. It
-// repeats one item at a time with a pause after each failure, so the plugin runs of a minute stay
-// bounded however many items there are. A success shows that plugins work again: the next items
-// follow at once. The lock guards items and running.
+// repeats one item at a time, with a pause after each failure. So the number of plugin runs in a
+// minute is bounded, even if there are many items. A success shows that plugins work again, so the
+// next items follow at once. The lock guards items and running.
 type retryLoop struct {
 	tasks *task.Runner
 	wake  chan struct{} // capacity 1
 	mu    sync.Mutex
 	// +checklocks:mu
-	items []*retry // the one that failed last comes last
+	items []*retry // the item that failed last comes last
 	// +checklocks:mu
 	running bool
 }
@@ -107,7 +107,7 @@ func (l *retryLoop) run() {
 	}
 }
 
-// next returns the item that is due first, or nil and the end of the loop if there is none.
+// next returns the item that is due first. If there is no item, it returns nil and ends the loop.
 func (l *retryLoop) next() (first *retry, due time.Time) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -137,8 +137,8 @@ func (l *retryLoop) sleep(d time.Duration, item *retry) bool {
 	return true
 }
 
-// tried records the end of a try. Of several items that are due, one that always fails comes after
-// all others. Otherwise each success of another item would be followed by its failure and a pause.
+// tried records the end of a try. If several items are due, an item that always fails comes last.
+// Otherwise its failure and a pause would follow each success of another item.
 func (l *retryLoop) tried(item *retry, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -67,8 +67,8 @@ func (s *meters) PodMeter(id string) (measured *stats.PodMeter, cgroup string) {
 	return p.meter.Load(), cgroup
 }
 
-// openContainer opens the meter of a container's cgroup. For a container of a sandboxing runtime
-// it is empty: all processes are in the pause's cgroup, and zeros would look like measurements.
+// openContainer opens the meter of a container's cgroup. For a container of a sandboxing runtime it
+// is empty, because all processes are in the pause's cgroup. Zeros would look like measurements.
 func (s *meters) openContainer(c *container) *stats.ContainerMeter {
 	p, known := s.objects.pods.Get(c.PodID)
 	if known && p.Sandboxed() {

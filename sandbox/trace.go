@@ -16,9 +16,9 @@ type starts struct {
 	history *history.History // nil in tests
 }
 
-// StartOf returns the operations of a pod's start that this daemon executed, oldest first: the
-// start of the pod, pulls for its containers, and creation and start of each container's newest
-// attempt. It answers from memory.
+// StartOf returns the operations of a pod's start that this daemon has executed, oldest first. They
+// are the start of the pod, pulls for its containers, and the creation and start of each
+// container's newest attempt. It answers from memory.
 func (s *starts) StartOf(podID string) []trace.Operation {
 	p, known := s.objects.pods.Get(podID)
 	if !known {
@@ -39,7 +39,7 @@ func (s *starts) Start(ctx context.Context, podID string) (history.Start, error)
 // RecordPull adds a pull to the start of the pod that needs the image. The pod may not exist yet.
 func (s *starts) RecordPull(pod *runtimeapi.PodSandboxMetadata, image string, t *trace.Trace) {
 	if pod.GetUid() == "" && pod.GetName() == "" {
-		return // a pull without a pod
+		return // a pull that belongs to no pod
 	}
 	for _, p := range s.objects.pods.Snapshot() {
 		if meta := p.Config.GetMetadata(); meta.GetName() == pod.GetName() && meta.GetNamespace() == pod.GetNamespace() &&

@@ -12,18 +12,19 @@ import (
 	"berth/sandbox/state"
 )
 
-// A pod that no client can see, of a failed start or of a removal that a daemon did not finish, is
-// undone in the background. If its CNI DEL keeps failing, only the record stays that names what the
-// plugins hold.
+// A pod that no client can see is undone in the background. It comes from a failed start, or from
+// an unfinished removal. If its CNI DEL keeps failing, everything is removed except the record,
+// which has the arguments of DEL.
 
 // strippedAfter is the number of failed attempts after which everything goes but the record. DEL
 // without a network namespace is legal (CNI specification, section 4).
 const strippedAfter = 5
 
-// abandonPod undoes a failed start. It has a deadline of its own: the operation's may have expired,
-// and CNI DEL may hang as long as CNI ADD did. A failed undo is retried in the background.
+// abandonPod undoes a failed start. It has a separate deadline, because the operation's deadline
+// may have expired. CNI DEL may also hang as long as CNI ADD did. A failed undo is retried in the
+// background.
 func (m *Manager) abandonPod(p *pod) {
-	p.launched.Store(0) // the pause exits, and another process may get its process ID
+	p.launched.Store(0) // the pause exits now, and another process may get its process ID
 	p.undoing.Store(true)
 	undo := m.undoLocked(p)
 	if err := m.tasks.Once(m.tasks.Operations.Context(), "undo", p.String(), undo); err != nil {
@@ -39,7 +40,7 @@ func (m *Manager) undoLocked(p *pod) func(context.Context) error {
 }
 
 // undoPod erases a pod that no client can see. It records a failure, and strips the pod after some.
-// If ctx has expired, a plugin hangs, which is a failure too.
+// If ctx has expired, a plugin hangs, which is also a failure.
 func (m *Manager) undoPod(ctx context.Context, p lockedPod) error {
 	err := m.erasePod(ctx, p)
 	if err == nil || errors.Is(ctx.Err(), context.Canceled) {
@@ -60,8 +61,9 @@ func (m *Manager) undoPod(ctx context.Context, p lockedPod) error {
 	return err
 }
 
-// stripPod removes everything from the node that the pod has, except what only CNI plugins can
-// release. It may be repeated. It has a deadline of its own: plugins may have used up the undo's.
+// stripPod removes everything from the node that the pod has, except the resources that only CNI
+// plugins can release. It may be repeated. It has a separate deadline, because plugins may have
+// used up the deadline of the undo.
 func (m *Manager) stripPod(ctx context.Context, p lockedPod) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), runtime.KillTimeout)
 	defer cancel()
@@ -73,10 +75,10 @@ func (m *Manager) stripPod(ctx context.Context, p lockedPod) error {
 	return errors.Join(m.processes.RemoveRoot(p.ID), m.podenv.Remove(p.ID))
 }
 
-// release runs CNI DEL for a pod. For a pod that no client can see, it tries the node's present
-// configuration if that of ADD fails: the plugins of ADD may have lost their credentials, or may
-// not be installed any more. Another network is tried last, because it cannot release what the
-// first one holds.
+// release runs CNI DEL for a pod. If the configuration of ADD fails for a pod that no client can
+// see, it tries the node's present configuration. The plugins of ADD may have lost their
+// credentials, or may not be installed any more. Another network is tried last, because it cannot
+// release the resources of the first network.
 func (m *Manager) release(ctx context.Context, p lockedPod) error {
 	err := m.network.Detach(ctx, p.PodSpec, *p.Network)
 	if err == nil || !p.undoing.Load() {
@@ -107,7 +109,7 @@ func (m *Manager) settleEarlier(ctx context.Context, of *runtimeapi.PodSandboxMe
 		}
 		err := m.control.lockPod(ctx, p, "undo", func(p lockedPod) error {
 			err := m.undoPod(ctx, p)
-			if p.Network == nil { // what is left holds nothing of the network
+			if p.Network == nil { // the rest holds no resources of the network
 				return nil
 			}
 			return err
@@ -120,8 +122,8 @@ func (m *Manager) settleEarlier(ctx context.Context, of *runtimeapi.PodSandboxMe
 	return nil
 }
 
-// deferUndo undoes a pod of an earlier daemon in the background, unless that daemon had failed:
-// then the retry loop continues.
+// deferUndo undoes a pod of an earlier daemon in the background. If the undo has failed in that
+// daemon, the retry loop continues it.
 func (m *Manager) deferUndo(p lockedPod) {
 	p.undoing.Store(true)
 	if p.Undo == nil {

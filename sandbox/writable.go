@@ -18,8 +18,8 @@ const (
 )
 
 // writableWatch checks whether directories are writable. It periodically changes their modification
-// times. That needs no free space, but fails on a filesystem that is read-only, that the kernel
-// made read-only after an error, or that was shut down. Err answers from memory, even while a probe
+// times. This needs no free space. It fails if the filesystem is read-only, if the kernel has made
+// it read-only after an error, or if it was shut down. Err answers from memory, even while a probe
 // hangs on a disk that does not respond. The zero value is ready for use and reports no error.
 type writableWatch struct {
 	failure atomic.Pointer[error]     // nil: the last probe succeeded

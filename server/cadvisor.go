@@ -46,7 +46,7 @@ const (
 	specType = "types.containerd.io/opencontainers/runtime-spec/1/Spec"
 
 	// ownPauseImage stands for the built-in pause, which has no image. It becomes the label image
-	// of a pod's network metrics, because dashboards omit metrics without image.
+	// of a pod's network metrics, because dashboards omit metrics that have no image.
 	ownPauseImage = "localhost/berth-pause:built-in"
 
 	cadvisorMaxRequest     = 64 << 10 // bytes; a request has an ID and little else
@@ -55,8 +55,8 @@ const (
 
 // CadvisorPods is the part of the sandbox manager that Cadvisor uses. Its methods read snapshots.
 type CadvisorPods interface {
-	// PodOrPlanned returns the pod with exactly this ID, even if its creation is in progress:
-	// cAdvisor asks as soon as the cgroup exists.
+	// PodOrPlanned returns the pod with exactly this ID, even if its creation is in progress,
+	// because cAdvisor asks as soon as the cgroup exists.
 	PodOrPlanned(id string) (*state.Pod, error)
 	Container(id string) (*state.Container, error)
 }
@@ -98,7 +98,7 @@ func (c *Cadvisor) Serve(l net.Listener) error {
 	return nil
 }
 
-// Stop ends Serve and all connections. Requests are answered from memory, so none takes long.
+// Stop ends Serve and all connections. Requests are answered from memory, so no request takes long.
 func (c *Cadvisor) Stop() { c.grpc.Stop() }
 
 // cadvisorService answers from snapshots of pods and images.
@@ -230,7 +230,7 @@ func (s *cadvisorService) ofPause(p *state.Pod) (*containersapi.Container, error
 }
 
 // kindLabels adds the label of a kind to kubelet's labels. Unlike containerd it leaves out the
-// image's labels: an image must not claim that its container belongs to a pod.
+// image's labels, because an image must not claim that its container belongs to a pod.
 func kindLabels(labels map[string]string, kind string) map[string]string {
 	all := maps.Clone(labels)
 	if all == nil {

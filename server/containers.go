@@ -204,7 +204,7 @@ func (s *runtimeService) ExecSync(ctx context.Context,
 const maxOutput = MaxMessage - 64
 
 // fit shortens two outputs to limit bytes together. Each may have at least half. The rest is
-// discarded without an error, because the API requires that (CVE-2022-1708).
+// discarded, and this is no error, because the API requires that (CVE-2022-1708).
 func fit(stdout, stderr []byte, limit int) (out, err []byte) {
 	if len(stdout)+len(stderr) <= limit {
 		return stdout, stderr

@@ -77,9 +77,9 @@ func encodedList[Request any](list func(*runtimeService, *Request) (encoded, err
 // also in batches.
 const itemsField = 1
 
-// encodedItems returns the encoded answer of a list. A repeated field is encoded as the
-// concatenation of its items, so items of an earlier answer are reused without building or encoding
-// them again. keep returns an item's cached encoding. nil disables the cache.
+// encodedItems returns the encoded answer of a list. The encoding of a repeated field is the
+// concatenation of its items. So items of an earlier answer are reused, and are not built or
+// encoded again. keep returns an item's cached encoding. nil disables the cache.
 func encodedItems[Snapshot any, Item proto.Message](all []Snapshot, keep func(Snapshot) *state.Answer,
 	item func(Snapshot) Item) (encoded, error) {
 	items := make(encoded, 0, len(all))
@@ -105,7 +105,7 @@ func encodedItem(item proto.Message) ([]byte, error) {
 	return part, nil
 }
 
-// sendItems sends encoded items of a list in batches, as sendBatches does with messages.
+// sendItems sends encoded items of a list in batches, as sendBatches for encoded items.
 func sendItems(items encoded, stream grpc.ServerStream) error {
 	return inBatches(slices.Values(items), mem.Buffer.Len,
 		func(batch []mem.Buffer) error { return stream.SendMsg(encoded(batch)) })

@@ -12,8 +12,8 @@ type Health interface {
 }
 
 // runtimeReady returns the condition RuntimeReady, which determines the node's readiness. It is
-// false if berth's directories are not writable, because no container can start then and kubelet
-// cannot repair that. A full disk does not count, because kubelet frees space.
+// false if berth's directories are not writable. Then no container can start, and kubelet cannot
+// repair that. A full disk does not count, because kubelet frees space.
 func (s *runtimeService) runtimeReady() *runtimeapi.RuntimeCondition {
 	ready := &runtimeapi.RuntimeCondition{Type: runtimeapi.RuntimeReady, Status: true}
 	if err := s.pods.RuntimeStatus(); err != nil {

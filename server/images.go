@@ -38,8 +38,8 @@ func (s *imageService) ListImages(_ context.Context,
 	return resp, nil
 }
 
-// ImageStatus implements ImageService. For an unknown image it returns an answer without image, and
-// no error.
+// ImageStatus implements ImageService. For an unknown image it returns no error, and an answer that
+// has no image.
 func (s *imageService) ImageStatus(_ context.Context,
 	req *runtimeapi.ImageStatusRequest) (*runtimeapi.ImageStatusResponse, error) {
 	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
@@ -77,8 +77,8 @@ type imageDetail struct {
 // PullImage implements ImageService. It returns the image's ID, which the API requires since v1.36.
 // kubelet compares its records of pulls (KEP-2535) with Image.id, and its garbage collector
 // compares Image.id with image_id. All runtime handlers share the images, so the handler has no
-// effect, but must be known. Of the pod's config only the metadata counts: the namespace for the
-// signature policy, and the rest for berth trace. The image's annotations are ignored.
+// effect, but must be known. Of the pod's config only the metadata is used. The namespace selects
+// the signature policy, and berth trace uses the rest. The image's annotations are ignored.
 func (s *imageService) PullImage(ctx context.Context,
 	req *runtimeapi.PullImageRequest) (*runtimeapi.PullImageResponse, error) {
 	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {

@@ -19,7 +19,7 @@ import (
 )
 
 // Listen makes the unix socket at path with mode 0600, and a missing directory with mode 0700. It
-// replaces a socket without a listener. Anything else at path is an error. The caller holds the
+// replaces a socket that has no listener. Any other file at path is an error. The caller holds the
 // lock of the daemon's directories, so no other berth starts at the same time.
 //
 // Closing the listener removes the socket.

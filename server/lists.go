@@ -44,13 +44,13 @@ func (s *imageService) StreamImages(req *runtimeapi.StreamImagesRequest,
 	})
 }
 
-// batchBytes bounds one message of a list. It is far below MaxMessage, so neither side buffers much,
-// and far above an item, so hundreds of pods need one or two messages.
+// batchBytes bounds one message of a list. It is far below MaxMessage, so neither side buffers
+// much. It is far above the size of an item, so hundreds of pods need one or two messages.
 const batchBytes = 1 << 20
 
 // sendBatches sends the items of a list in order, each exactly once. A batch has at least one item
-// and at most batchBytes. A larger item gets a separate batch. It sends nothing if there are no
-// items. The handler returns its result: nil ends the RPC, and an error of send means that the
+// and at most batchBytes. A larger item gets a separate batch. If there are no items, it sends no
+// message. The handler returns its result: nil ends the RPC, and an error of send means that the
 // client has disconnected.
 //
 // items may compute the items one by one. Each batch is sent before the next one is computed.
@@ -68,7 +68,7 @@ func inBatches[T any](items iter.Seq[T], sizeOf func(T) int, send func([]T) erro
 			if err := send(batch); err != nil {
 				return err
 			}
-			batch, size = nil, 0 // not reused: gRPC may still hold the message
+			batch, size = nil, 0 // not reused, because gRPC may still hold the message
 		}
 		batch, size = append(batch, item), size+bytes
 	}

@@ -113,7 +113,7 @@ type waitInfo struct {
 	Since   time.Time `json:"since"`
 	Seconds float64   `json:"seconds"`
 
-	LimitSeconds float64 `json:"limitSeconds,omitempty"` // 0: no limit except the client's patience
+	LimitSeconds float64 `json:"limitSeconds,omitempty"` // 0: only the client limits the wait
 	Overdue      bool    `json:"overdue,omitempty"`
 }
 

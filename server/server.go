@@ -4,10 +4,10 @@
 //
 // # Contract
 //
-// The package only translates. It checks that a request has the required fields (InvalidArgument
-// names the missing one), calls one method of the sandbox manager or the image store, and encodes
-// the result. Reads come from snapshots and never wait. Errors keep the gRPC code of their origin
-// (package errdefs).
+// The package only translates. It checks that a request has the required fields. If a field is
+// missing, InvalidArgument names it. Then it calls one method of the sandbox manager or the image
+// store, and encodes the result. Reads come from snapshots and never wait. Errors keep the gRPC
+// code of their origin (package errdefs).
 //
 // A panic in a handler returns Internal and logs the stack, and the daemon continues. Only IDs of
 // requests are logged, because a PullImageRequest contains credentials.
@@ -43,8 +43,8 @@ import (
 // MaxMessage is the largest gRPC message in bytes, in both directions. kubelet has the same limit.
 const MaxMessage = 16 << 20
 
-// stopGrace is the time for running RPCs after Serve is stopped. Then their contexts are cancelled,
-// and their handlers get the same time again.
+// stopGrace is the time for running RPCs after Serve is stopped. Then the contexts are cancelled,
+// and the handlers get the same time again.
 const stopGrace = 10 * time.Second
 
 // handshakeTimeout bounds the time from a client's connection to its first HTTP/2 frames.
@@ -198,9 +198,9 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	return nil
 }
 
-// stop ends the gRPC server: gracefully, then by cancelled contexts, and finally without the
-// handlers that still run. Streams get streamGrace after the last unary request, because a stream
-// with a client that does not read ends only with its connection.
+// stop ends the gRPC server. It first waits for requests, then cancels their contexts, and finally
+// abandons the handlers that still run. Streams get streamGrace after the last unary request,
+// because a stream whose client does not read ends only with its connection.
 func (s *Server) stop() {
 	s.endStreams()
 	ended := make(chan struct{})

@@ -282,10 +282,10 @@ func psiData(s *cgstats.Stall) *runtimeapi.PsiData {
 	return &runtimeapi.PsiData{Total: s.Total, Avg10: s.Avg10, Avg60: s.Avg60, Avg300: s.Avg300}
 }
 
-// networkUsage returns the traffic of all interfaces, including the default one, like containerd.
-// kubelet's summary copies the list, and its readers take a pod without the default interface for a
-// pod without network. networkUsage returns nil for pods on the host's network, because kubelet
-// reads the default interface without a check for nil.
+// Like containerd, networkUsage returns the traffic of all interfaces, including the default
+// interface. kubelet's summary copies the list. If the default interface were missing, readers of
+// the summary would think that the pod has no network. networkUsage returns nil for pods on the
+// host's network, because kubelet reads the default interface without a check for nil.
 func networkUsage(stats *stats.PodUsage) *runtimeapi.NetworkUsage {
 	if len(stats.Interfaces) == 0 {
 		return nil

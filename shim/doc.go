@@ -2,14 +2,14 @@
 //
 // A separate process, berth-shim, launches each container with libcontainer (package
 // shim/launcher). After the launch, it replaces itself with the monitor by execve (shim/monitor, in
-// C): same pid, same children, a fraction of the memory. This package is the daemon's side.
-// Launchers starts launcher processes ahead of need. Monitor talks to a running monitor, even one
-// from an earlier daemon.
+// C). The process keeps its pid and its children, and needs a fraction of the memory. This package
+// is the daemon's side. Launchers starts launcher processes ahead of need. Monitor talks to a
+// running monitor, even one from an earlier daemon.
 //
 // # Contract
 //
-// The container's shim directory (Dir) holds all state of a monitor, so a new daemon needs nothing
-// else:
+// The container's shim directory (Dir) holds all state of a monitor, so a new daemon needs no other
+// files:
 //
 //	Dir/shim   "<shim pid> <shim starttime> <init pid> <init starttime> <started, unix ns>\n", init
 //	           fields 0 until the container's init exists; replaced by rename. The daemon writes it
@@ -21,5 +21,5 @@
 //	           then the monitor exits
 //
 // A container has ended when its monitor process has exited (pidfd). If Dir/exit is missing then,
-// the monitor was killed or crashed: the container is lost.
+// the monitor was killed or has crashed, and the container is lost.
 package shim

@@ -16,25 +16,26 @@ import (
 	"berth/shim/proto"
 )
 
-// Dump is a dump of a running container by CRIU. Prepare it, freeze the container, call Run, thaw
-// the container, and call Close. It is not safe for concurrent use.
+// Dump is a dump of a running container by CRIU. The caller prepares it, freezes the container,
+// calls Run, thaws the container, and calls Close. It is not safe for concurrent use.
 type Dump struct {
 	l   *Launchers
 	p   *launcher
 	req *proto.Dump
 	dir string // CRIU's cgroup
 
-	dumped proto.Dumped // what the launcher found out
+	dumped proto.Dumped // facts that the launcher found out
 }
 
-// Info returns what the launcher found out about the container and CRIU.
+// Info returns the facts that the launcher found out about the container and CRIU.
 func (d *Dump) Info() proto.Dumped { return d.dumped }
 
 // PrepareDump starts CRIU for a dump, and checks whether the container can be dumped. CRIU waits
 // until Run. The caller still owns req.Dir, and must call Close.
 //
-// Errors do not name the container. Codes: FailedPrecondition if the container does not run, cannot
-// be dumped, or CRIU is too old; ResourceExhausted if the filesystem of req.Dir is full.
+// Errors do not name the container. The error is FailedPrecondition if the container does not run,
+// cannot be dumped, or CRIU is too old. It is ResourceExhausted if the filesystem of req.Dir is
+// full.
 func (l *Launchers) PrepareDump(ctx context.Context, req *proto.Dump) (_ *Dump, err error) {
 	children, err := cgroup.FindChildren()
 	if err != nil {
@@ -60,7 +61,8 @@ func (l *Launchers) PrepareDump(ctx context.Context, req *proto.Dump) (_ *Dump, 
 }
 
 // Run dumps the container, which must be frozen. If ctx ends first, the launcher aborts the dump,
-// and Close waits for CRIU's end. Codes: as PrepareDump; Canceled or DeadlineExceeded with ctx.
+// and Close waits for CRIU's end. The error has the codes of PrepareDump, or Canceled or
+// DeadlineExceeded if ctx ends.
 func (d *Dump) Run(ctx context.Context) error {
 	failpoint.Reach("dump.run")
 	err := d.p.conn.Send(proto.Request{DumpNow: true})
@@ -100,13 +102,13 @@ func (d *Dump) receive(ctx context.Context) error {
 const (
 	// dumpEndTimeout bounds the wait for a launcher that ends its CRIU.
 	dumpEndTimeout = 15 * time.Second
-	// criuGrace is how long a CRIU without its launcher may take to end after an abort, so that it
-	// is not killed while it changes a process of the container.
+	// criuGrace is how long a CRIU may take to end after an abort if its launcher has ended. In
+	// this time it is not killed, because it may be changing a process of the container.
 	criuGrace = 5 * time.Second
 )
 
-// Close ends CRIU, if it still runs, and waits for its end. CRIU no longer writes after it. The
-// error means that CRIU does not end: it hangs in the kernel.
+// Close ends CRIU, if it still runs, and waits for its end. After Close, CRIU no longer writes. An
+// error means that CRIU hangs in the kernel and does not end.
 func (d *Dump) Close() error {
 	failpoint.Reach("dump.close")
 	err := d.p.conn.Close()
@@ -127,8 +129,8 @@ func (d *Dump) Close() error {
 // criuKillTimeout bounds the death of a killed CRIU.
 const criuKillTimeout = 10 * time.Second
 
-// endCRIU aborts the dump in a cgroup of CRIU, kills what is left after criuGrace, and removes the
-// cgroup. A cgroup that does not exist is no error.
+// endCRIU aborts the dump in a cgroup of CRIU, kills the remaining processes after criuGrace, and
+// removes the cgroup. A cgroup that does not exist is no error.
 func endCRIU(dir string) error {
 	failpoint.Reach("dump.abort-criu")
 	err := criu.Abort(dir) // if that fails, CRIU is killed
@@ -163,7 +165,7 @@ func LeftDumps() (containers []string, err error) {
 }
 
 // EndLeftDump ends the CRIU that an earlier daemon has left for a container. The caller then thaws
-// the container: CRIU may have frozen it again.
+// the container, because CRIU may have frozen it again.
 func EndLeftDump(container string) error {
 	children, err := cgroup.FindChildren()
 	if err != nil {

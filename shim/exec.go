@@ -41,8 +41,9 @@ type Exec struct {
 // Exec starts a process in a running container. It duplicates the files of req, which the caller
 // still owns. If ctx ends before the process runs, Exec kills it. Later, ctx has no effect.
 //
-// Errors do not name the container. Codes: FailedPrecondition if it is not running; InvalidArgument
-// if the process cannot be started, for example if the command does not exist.
+// Errors do not name the container. The error is FailedPrecondition if the container is not
+// running. It is InvalidArgument if the process cannot be started, for example if the command does
+// not exist.
 func (l *Launchers) Exec(ctx context.Context, req *proto.Exec) (*Exec, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
@@ -100,7 +101,7 @@ func (e *Exec) start(ctx context.Context, req *proto.Exec) (again bool, err erro
 	err = watch.result(err)
 	e.l.logWarnings(req.ID, reply.Warnings)
 	switch {
-	case errors.Is(err, os.ErrDeadlineExceeded): // do not wait: the launcher kills the process when it is retired
+	case errors.Is(err, os.ErrDeadlineExceeded): // do not wait, because the launcher kills the process when it is retired
 		return false, context.Cause(ctx)
 	case err != nil:
 		return false, errdefs.Internal("the launcher is lost: %w", err)
@@ -136,7 +137,8 @@ func asConsole(f *os.File) (*os.File, error) {
 // PID returns the process's ID on the host.
 func (e *Exec) PID() int { return e.pid }
 
-// Console returns the master of the process's terminal, nil if it has none. Close closes it.
+// Console returns the master of the process's terminal, or nil if it has no terminal. Close closes
+// it.
 func (e *Exec) Console() *os.File { return e.console }
 
 // Resize changes the terminal's size, in characters.
@@ -158,8 +160,8 @@ func (e *Exec) Resize(width, height uint16) error {
 	return nil
 }
 
-// Kill kills the process and all its descendants, also descendants that the container's init has
-// adopted. It does not wait for their end; Wait does.
+// Kill kills the process and all its descendants, including those that the container's init has
+// adopted. It does not wait for their end, but Wait does.
 func (e *Exec) Kill() error {
 	e.mu.Lock()
 	ended := e.ended
@@ -242,8 +244,8 @@ func (e *Exec) Close() error {
 	return e.closeFiles()
 }
 
-// removeExecTimeout bounds the wait for the processes of an exec without a launcher. Survivors end
-// with their container.
+// removeExecTimeout bounds the wait for the processes of an exec that has lost its launcher.
+// Survivors end with their container.
 const removeExecTimeout = 10 * time.Second
 
 // removeExec kills the processes of an exec that lost its launcher and removes its cgroup. If the
@@ -275,8 +277,8 @@ func removeExec(req *proto.Exec) error {
 	return err
 }
 
-// removeGroup removes a cgroup without processes, unless it is gone. The kernel may return EBUSY
-// for a moment.
+// removeGroup removes a cgroup that has no processes, if it exists. The kernel may return EBUSY for
+// a moment.
 func removeGroup(dir string) error {
 	for deadline := time.Now().Add(removeExecTimeout); ; time.Sleep(time.Millisecond) {
 		err := unix.Rmdir(dir)

@@ -15,7 +15,7 @@ import (
 )
 
 // Frozen is a container that its monitor has frozen for this process. The monitor thaws it if the
-// connection ends, so a container never stays frozen without its client.
+// connection ends, so a container never stays frozen after its client has ended.
 type Frozen struct {
 	c      *client
 	thawed chan error    // the answer to FrameThaw, or the end of the connection; capacity 1
@@ -29,8 +29,8 @@ const thawTimeout = 5 * time.Second
 // Freeze freezes all processes in a cgroup directory of the container, and returns when they are
 // frozen. The monitor thaws them after timeout at the latest. The caller must call Thaw.
 //
-// Errors: FailedPrecondition if the container is not running, or its monitor is of berth 0.2.
-// Otherwise the processes do not freeze, and run on.
+// The error is FailedPrecondition if the container is not running, or if its monitor is of berth
+// 0.2. Other errors mean that the processes do not freeze, and continue to run.
 func (m *Monitor) Freeze(ctx context.Context, dir string, timeout time.Duration) (*Frozen, error) {
 	c, err := m.dial(ctx)
 	if err != nil {
@@ -69,13 +69,13 @@ func (f *Frozen) read() {
 	f.thawed <- f.c.answer()
 }
 
-// Lost is closed when the monitor has ended the connection, because it or the container has ended.
-// The container may then run again.
+// Lost is closed when the monitor has ended the connection. Then the monitor or the container has
+// ended. The container may then run again.
 func (f *Frozen) Lost() <-chan struct{} { return f.lost }
 
 // Thaw lets the processes run again and waits until the monitor has done so. An error means that
-// the monitor or the container has ended, or that the timeout of Freeze was over before, so the
-// processes ran meanwhile. The processes run in any case.
+// the monitor or the container has ended, or that the timeout of Freeze was over. Then the
+// processes have run meanwhile. The processes run in any case.
 func (f *Frozen) Thaw() error {
 	timer := time.AfterFunc(thawTimeout, f.c.interrupt)
 	err := f.c.send(proto.FrameThaw, nil)

@@ -13,12 +13,13 @@ import (
 )
 
 // KeptFiles returns the files that a launcher or monitor of an earlier daemon holds open (see
-// proto.FirstKeptFD), in order: those of the first one that has them, below root, the parent of the
-// shim directories. It returns nil if no process has them. isKept checks the first file, because an
-// earlier version may use the number for something else. The caller owns the files.
+// proto.FirstKeptFD), in order. It asks the processes of the shim directories below root, and
+// returns the files of the first process that has them. It returns nil if no process has them.
+// isKept checks the first file, because an earlier version may use the number for something else.
+// The caller owns the files.
 //
-// It needs the privilege to trace processes. A process that cannot be asked is skipped: its error
-// is in the result together with nil if no other process has the files.
+// It needs the privilege to trace processes. A process that cannot be asked is skipped. If no other
+// process has the files, its error is returned.
 func KeptFiles(root string, isKept func(*os.File) bool) ([]*os.File, error) {
 	entries, err := os.ReadDir(root)
 	if errors.Is(err, os.ErrNotExist) {

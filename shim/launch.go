@@ -25,8 +25,9 @@ const (
 // libcontainer state or socket. The end of ctx cancels the launch. If the container is already
 // running, Launch succeeds.
 //
-// Errors do not name the container. Codes: InvalidArgument if the spec cannot be carried out, for
-// example if the command does not exist; Canceled or DeadlineExceeded with ctx; otherwise Internal.
+// Errors do not name the container. The error is InvalidArgument if the spec cannot be carried out,
+// for example if the command does not exist. It is Canceled or DeadlineExceeded if ctx ends, and
+// otherwise Internal.
 func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Started, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
@@ -53,7 +54,7 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	if errors.Is(err, errUnresponsive) {
 		l.retire(p)
 		l.retireStopped()
-		if ctx.Err() != nil { // the pod of a cancelled request may be gone: no other launcher gets it
+		if ctx.Err() != nil { // the pod of a cancelled request may not exist any more, so no other launcher gets the request
 			return nil, fmt.Errorf("%w: %w", err, ctx.Err())
 		}
 		l.cfg.Log.Warn("launcher does not read its request, sending it to another", "container", req.ID, "pid", p.pid,

@@ -28,7 +28,7 @@ type Config struct {
 	MonitorPath string       // the monitor, as payload.Install put it
 	StateRoot   string       // libcontainer's state, one directory per container; below the private state mount
 	Idle        int          // launchers kept ready
-	Warm        bool         // launch with idle launchers; false: later mounts would not reach them, so start one per launch
+	Warm        bool         // use idle launchers; false: later mounts would not reach them, so one is started per launch
 	Log         *slog.Logger // nil: slog.Default()
 	LogFormat   string       // of the launchers' own log lines: "json", otherwise text
 }
@@ -40,7 +40,7 @@ type Launchers struct {
 	oom       oomScores
 	spareTime time.Duration // the constant, except in tests
 	filters   *os.File      // compiled seccomp filters that all launchers share
-	exe       *os.File      // sealed copy of ShimPath: containers cannot write to it (CVE-2019-5736), and launchers need not copy it
+	exe       *os.File      // sealed copy of ShimPath, so containers cannot write to it (CVE-2019-5736), and launchers need not copy it
 
 	refill chan struct{} // wakes keepFilled; capacity 1
 	ctx    context.Context
@@ -62,9 +62,9 @@ type Launchers struct {
 	closed bool
 }
 
-// The pool keeps more idle launchers than Config.Idle for a while: after several simultaneous pod
-// starts or execs, more follow soon. Starting a launcher takes 10 ms of CPU time, more than an
-// exec.
+// The pool keeps more idle launchers than Config.Idle for a while. After several simultaneous pod
+// starts or execs, more usually follow soon. Starting a launcher takes 10 ms of CPU time, more than
+// an exec.
 const (
 	maxSpare  = 8               // some MB each
 	spareTime = 5 * time.Second // of idleness
@@ -305,7 +305,7 @@ func (l *Launchers) spare() int {
 }
 
 // retireSpare ends spare launchers that were idle for spareTime. It returns the time until the next
-// one is due, or 0 without a spare launcher.
+// launcher is due, or 0 if there is no spare launcher.
 func (l *Launchers) retireSpare() (rest time.Duration) {
 	spare, rest := l.takeSpare()
 	for _, p := range spare {
@@ -329,7 +329,7 @@ func (l *Launchers) takeSpare() (spare []*launcher, rest time.Duration) {
 }
 
 // watch waits until p dies or is taken. After a death it delays the next launcher, because the
-// cause, such as a node without free threads, would kill the next one, too.
+// cause, such as a lack of threads on the node, would also kill the next launcher.
 func (l *Launchers) watch(ctx context.Context, p *launcher) {
 	err := pidfd.Wait(ctx, p.proc)
 	switch {
@@ -394,7 +394,7 @@ func (l *Launchers) awaitEnd(p *launcher) {
 		return
 	}
 	l.cfg.Log.Error("kill launcher", "pid", p.pid, "error", err)
-	_ = pidfd.Wait(l.ctx, p.proc) // a frozen launcher exits when it is thawed; reap it then
+	_ = pidfd.Wait(l.ctx, p.proc) // a frozen launcher exits when it is thawed, and is reaped then
 }
 
 // kill kills a process and reaps it.
@@ -500,7 +500,7 @@ func sealedCopy(path string) (_ *os.File, err error) {
 	defer src.Close()
 	const flags = unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	fd, err := unix.MemfdCreate("berth-shim", flags|unix.MFD_EXEC)
-	if errors.Is(err, unix.EINVAL) { // MFD_EXEC is Linux 6.3; before, it is the default
+	if errors.Is(err, unix.EINVAL) { // MFD_EXEC exists since Linux 6.3; on older kernels it is the default
 		fd, err = unix.MemfdCreate("berth-shim", flags)
 	}
 	if err != nil {

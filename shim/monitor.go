@@ -20,8 +20,8 @@ import (
 	"berth/shim/proto"
 )
 
-// Monitor talks to the monitor of a running container. Each call opens a connection of its own. It
-// is safe for concurrent use.
+// Monitor talks to the monitor of a running container. Each call opens a separate connection. It is
+// safe for concurrent use.
 //
 // Calls return FailedPrecondition if the container is not running.
 type Monitor struct{ dir string }
@@ -89,13 +89,13 @@ type AttachIO struct {
 // in units of StdinGrace.
 const maxGraces = 8
 
-// maxQueued is what a monitor queues for its clients at most, in bytes.
+// maxQueued is the maximum that a monitor queues for its clients, in bytes.
 const maxQueued = 8 << 20
 
 // Attach connects streams to a running container until the container or ctx ends, or a write to
 // Stdout or Stderr fails. With StdinGrace it also ends after Stdin, when no more output follows.
-// The end of Stdin closes the container's stdin if that is open for one client only
-// (proto.Launch.StdinOnce).
+// If the container's stdin is open for one client only (proto.Launch.StdinOnce), the end of Stdin
+// closes it.
 //
 // While Stdout or Stderr do not take output, the container waits. The monitor gives up a client
 // that takes nothing for ten minutes. Then Attach passes on the output so far and returns Aborted.
@@ -162,7 +162,7 @@ type client struct {
 
 	announcesEnd bool // the attached monitor sends proto.FrameEnd
 
-	inputEnd atomic.Pointer[time.Time] // when the attached client's input ended; nil: it has not, or does not matter
+	inputEnd atomic.Pointer[time.Time] // when the attached client's input ended; nil: it has not ended, or its end does not matter
 }
 
 // dialRetry is the pause between two attempts to connect to a busy monitor.
@@ -263,7 +263,8 @@ func (c *client) attachAnswer() (announcesEnd bool, err error) {
 	return len(payload) > 0 && payload[0] == proto.AnnouncesEnd, err
 }
 
-// endSoon makes output end when nothing has arrived for the time grace. 0: it goes on.
+// endSoon makes output end when no data has arrived for the time grace. If grace is 0, output
+// continues.
 func (c *client) endSoon(grace time.Duration) {
 	if grace == 0 {
 		return
@@ -318,7 +319,7 @@ type rest struct {
 	waited time.Duration // for the container, not for the client
 }
 
-// isOver returns whether the rest has become too much. A client that was slow gets what the monitor
+// isOver returns whether the rest has become too long. A slow client gets the data that the monitor
 // had queued for it.
 func (r rest) isOver(end time.Time, grace time.Duration) bool {
 	limit := maxGraces * grace
@@ -334,7 +335,7 @@ func ended(why string) error {
 }
 
 // unannounced returns the error for the end of a connection without proto.FrameEnd. Older monitors
-// end it so after the container, too, but not within a frame.
+// also end the connection like this when the container has ended, but not within a frame.
 func (c *client) unannounced() error {
 	if c.announcesEnd || len(c.in) > 0 {
 		return errdefs.New(codes.Aborted, "output is missing: the container's monitor has closed the connection")
@@ -357,7 +358,7 @@ func (c *client) sendStdin(r io.Reader) {
 	}
 }
 
-// sendSizes sends the terminal's sizes. It does not wait for the answers; output skips them.
+// sendSizes sends the terminal's sizes. It does not wait for the answers, and output skips them.
 func (c *client) sendSizes(ctx context.Context, sizes <-chan proto.TerminalSize) {
 	for {
 		select {

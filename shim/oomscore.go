@@ -7,9 +7,9 @@ import (
 	"strconv"
 )
 
-// oomScores are the values of oom_score_adj for launchers. Idle ones inherit the daemon's
-// (OOMScoreAdjust=-999 in the unit). Launchers that serve execs must be killable, because clients
-// can start hundreds.
+// oomScores are the values of oom_score_adj for launchers. Idle launchers inherit the daemon's
+// value (OOMScoreAdjust=-999 in the unit). Launchers that serve execs must be killable, because
+// clients can start hundreds.
 type oomScores struct{ own, exec int }
 
 // readOOMScores computes the scores from this process's own.

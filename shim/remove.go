@@ -53,10 +53,10 @@ const undoTimeout = 5 * time.Second
 func awaitLauncher(ctx context.Context, dir string) error {
 	ids, err := ReadShim(dir)
 	if unread := (*fs.PathError)(nil); errors.As(err, &unread) && !errors.Is(err, fs.ErrNotExist) {
-		return err // for example too many open files; the unread record may name a launcher
+		return err // the error may be too many open files; the unread record may name a launcher
 	}
 	if err != nil || ids.InitPID != 0 {
-		return nil // without a valid record no launcher is known to be running
+		return nil // if there is no valid record, no launcher is known to be running
 	}
 	proc, err := pidfd.OpenVerified(ids.MonitorPID, ids.MonitorStartTime)
 	if errors.Is(err, os.ErrProcessDone) {
@@ -104,7 +104,7 @@ func KillAndDestroy(ctx context.Context, id, dir string, group *cgroup.Group) er
 		deleteErr = r.Delete(ctx, id)
 	}
 	if errors.Is(deleteErr, fs.ErrNotExist) && !r.Sandboxed {
-		deleteErr = nil // the runtime was uninstalled; its files go with the pod
+		deleteErr = nil // the runtime was uninstalled; its files are removed with the pod
 	}
 	if deleteErr != nil {
 		return fmt.Errorf("remove container %s: %w", id, deleteErr)

@@ -20,9 +20,9 @@ import (
 )
 
 const (
-	// requestTimeout is the time until the first check whether a launcher has read its request,
-	// which takes a running one a millisecond. The second check, after 500 ms, is the first that
-	// gives up on it.
+	// requestTimeout is the time until the first check whether a launcher has read its request. A
+	// running launcher needs a millisecond. A launcher is given up at the second check at the
+	// earliest, after 500 ms.
 	requestTimeout = 400 * time.Millisecond
 	// orderCheckInterval is the interval of later checks.
 	orderCheckInterval = 100 * time.Millisecond
@@ -31,7 +31,8 @@ const (
 	slowOrderTimeout = 10 * time.Second
 )
 
-// errUnresponsive means that a launcher did not read its request. Another one can get it.
+// errUnresponsive means that a launcher did not read its request. Another launcher can get the
+// request.
 var errUnresponsive = errors.New("the launcher does not read its request")
 
 // launchWith sends the request to p and waits for the reply. It returns whether p waits for its
@@ -79,8 +80,8 @@ func (l *Launchers) launchWith(
 	return started, reply.Started.Again, err
 }
 
-// withTransfer returns the launcher's steps with two more: the transfer of the request, which was
-// sent at the time sent, and the transfer of the answer.
+// withTransfer returns the launcher's steps with two more steps: the transfer of the request and
+// the transfer of the answer. sent is the time at which the request was sent.
 func withTransfer(steps []trace.Step, sent int64) []trace.Step {
 	if len(steps) == 0 {
 		return nil
@@ -192,8 +193,8 @@ type requestWatch struct {
 }
 
 // watchRequest starts the watch; the request is sent afterwards. If the launcher does not read it,
-// Send and Receive fail: after timeout if the launcher is frozen, after slowOrderTimeout if it is
-// slow.
+// Send and Receive fail. They fail after timeout if the launcher is frozen, and after
+// slowOrderTimeout if it is slow.
 func (p *launcher) watchRequest(timeout time.Duration) *requestWatch {
 	w := &requestWatch{p: p, begun: time.Now()}
 	w.mu.Lock() // check waits until timer is set
@@ -203,7 +204,7 @@ func (p *launcher) watchRequest(timeout time.Duration) *requestWatch {
 }
 
 func (w *requestWatch) check() {
-	frozen := w.p.isFrozen() // check this first: the launcher may just have read everything and sleep
+	frozen := w.p.isFrozen() // this is checked first, because the launcher may just have read everything and sleep
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.over {
@@ -221,7 +222,7 @@ func (w *requestWatch) check() {
 		_ = w.p.conn.Interrupt() // it fails only on a closed connection, where no read waits
 	}
 	w.wasFrozen = frozen
-	w.timer.Reset(orderCheckInterval) // check again: a send that starts now removes the deadline
+	w.timer.Reset(orderCheckInterval) // check again, because a send that starts now removes the deadline
 }
 
 // result ends the watch and returns errUnresponsive if that is the cause of err, otherwise err.
@@ -256,8 +257,8 @@ func (w *requestWatch) sent(err error) error {
 }
 
 // isFrozen returns whether no thread of the launcher runs, is runnable or waits for a disk,
-// although there is a request to read. A signal, a tracer or the cgroup's freezer has stopped it
-// then.
+// although there is a request to read. Then a signal, a tracer or the cgroup's freezer has stopped
+// it.
 func (p *launcher) isFrozen() bool {
 	threads, err := pidfd.Threads(p.pid)
 	if err != nil || len(threads) == 0 {
@@ -271,8 +272,9 @@ func (p *launcher) isFrozen() bool {
 // frozenEnd bounds the wait for the end of a killed launcher that may be frozen.
 const frozenEnd = 500 * time.Millisecond
 
-// killUnresponsive kills a launcher that has not read its request. It does not wait for one in a
-// frozen cgroup v1: that one executes nothing until it is thawed, and then exits.
+// killUnresponsive kills a launcher that has not read its request. It does not wait for a launcher
+// in a frozen cgroup v1. Such a launcher executes no instruction until it is thawed, and then
+// exits.
 func (p *launcher) killUnresponsive() error {
 	err := killUpTo(p.proc, frozenEnd)
 	if !errors.Is(err, context.DeadlineExceeded) {
@@ -284,8 +286,8 @@ func (p *launcher) killUnresponsive() error {
 	return kill(p.proc)
 }
 
-// retireStopped ends the idle launchers that are stopped or frozen, too: each call that took one
-// would wait for it.
+// retireStopped also ends the idle launchers that are stopped or frozen, because each call that
+// took such a launcher would wait for it.
 func (l *Launchers) retireStopped() {
 	for _, p := range l.takeStopped() {
 		l.cfg.Log.Warn("idle launcher is stopped, killing it", "pid", p.pid)
@@ -297,7 +299,7 @@ func (l *Launchers) retireStopped() {
 	l.wantMore()
 }
 
-// takeStopped removes them from the pool.
+// takeStopped removes the stopped launchers from the pool.
 func (l *Launchers) takeStopped() (stopped []*launcher) {
 	l.mu.Lock()
 	idle := slices.Clone(l.idle)

@@ -18,8 +18,9 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 )
 
-// takeFor returns a launcher for a launch. It takes an idle one only if that sees the host's
-// current mounts at the sources of the spec's mounts and at its pinned namespaces.
+// takeFor returns a launcher for a launch. It takes an idle launcher only if the launcher sees the
+// host's current mounts at two kinds of places: the sources of the spec's mounts, and the spec's
+// pinned namespaces.
 //
 // A launcher has had its mount namespace since it started. Later mounts reach it only through
 // shared mounts. A mount that became shared later has no peer in the launcher. A remount never
@@ -42,7 +43,7 @@ func (l *Launchers) takeFor(ctx context.Context, spec *specs.Spec) (*launcher, e
 	return l.start()
 }
 
-// take returns an idle launcher, or starts one. execIn is the container of an exec; empty: a
+// take returns an idle launcher, or starts one. execIn is the container of an exec, and empty for a
 // launch. take skips launchers that have died while idle.
 func (l *Launchers) take(mayBeIdle bool, execIn string) (*launcher, error) {
 	for mayBeIdle {
@@ -63,7 +64,7 @@ func (l *Launchers) take(mayBeIdle bool, execIn string) (*launcher, error) {
 	return l.start()
 }
 
-// pop removes a launcher from the pool and returns it, nil if the pool is empty.
+// pop removes a launcher from the pool and returns it, or nil if the pool is empty.
 func (l *Launchers) pop(execIn string) *launcher {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -73,13 +74,13 @@ func (l *Launchers) pop(execIn string) *launcher {
 	return l.takeAt(l.choose(execIn))
 }
 
-// choose returns the index of the best launcher. For an exec that is the launcher that has loaded
-// its container, and for a launch a launcher that has loaded none.
+// choose returns the index of the best launcher. An exec prefers the launcher that has loaded its
+// container. A launch prefers a launcher that has loaded no container.
 //
-// Without such a launcher, an exec takes one that has loaded no container, even the last: any
-// launcher can launch, and probes come more often than launches. Otherwise an exec takes the
-// launcher that has been idle longest. Probes of several containers then keep one launcher each. It
-// takes no spare launcher, because a spare one would then never age.
+// If there is no such launcher, an exec takes a launcher that has loaded no container, even the
+// last. Any launcher can launch, and probes come more often than launches. Otherwise an exec takes
+// the launcher that has been idle longest. Probes of several containers then keep one launcher
+// each. It takes no spare launcher, because a used launcher never becomes old enough to be retired.
 //
 // +checklocks:l.mu
 func (l *Launchers) choose(execIn string) int {
@@ -158,7 +159,7 @@ func viewOf(process string, sources []string) (view, error) {
 }
 
 // viewIn returns the mounts around the sources from a mountinfo table (proc_pid_mountinfo(5)). A
-// full node has some 500 lines, so it parses only the mount point of others.
+// full node has some 500 lines, so it parses only the mount point of the other lines.
 func viewIn(table []byte, sources []string) view {
 	v := view{}
 	for line := range bytes.Lines(table) {
@@ -175,7 +176,7 @@ func viewIn(table []byte, sources []string) view {
 		options, rest, _ := bytes.Cut(rest, space)
 		peers, _, _ := bytes.Cut(rest, []byte("- "))
 		key := fmt.Sprintf("%s %s %s %s", device, root, point, peers)
-		if below { // for the mount that holds a source the spec sets them
+		if below { // for the mount that contains a source, the spec sets them
 			key += string(options)
 		}
 		v[key]++
@@ -222,9 +223,9 @@ func unescape(path []byte) []byte {
 }
 
 const (
-	// expectTime is how long a launch stays expected after Expect. expectNext is the same after a
-	// container's launch, because kubelet continues with the pod's next container. Each 100 ms take
-	// 2 ms of CPU time.
+	// expectTime is how long a launch stays expected after Expect. expectNext is the same time
+	// after a container's launch, because kubelet continues with the pod's next container. Each 100
+	// ms take 2 ms of CPU time.
 	expectTime = 100 * time.Millisecond
 	expectNext = 25 * time.Millisecond
 	// expectPace is shorter than an RCU grace period.
@@ -239,8 +240,8 @@ const (
 // again and again (cgroup.Anchor), so that the launch does not wait.
 func (l *Launchers) Expect() { l.expect() }
 
-// expect is Expect. The caller calls done after the launch; that shortens the wait for the next
-// one.
+// expect is Expect. The caller calls done after the launch. This shortens the wait for the next
+// launch.
 func (l *Launchers) expect() (done func()) {
 	until := time.Now().Add(expectTime) // with its monotonic reading: the clock may be set
 	l.expectUntil.Store(&until)
@@ -253,9 +254,9 @@ func (l *Launchers) expect() (done func()) {
 	}
 }
 
-// ExpectPause announces the launch of a pause. A plain one may not move between cgroups. Then
-// ExpectPause does nothing: the first move makes all changes of cgroups wait, including the
-// creation of the pause's. Launch announces the containers that follow.
+// ExpectPause announces the launch of a pause. A plain pause may not have to move between cgroups.
+// Then ExpectPause does nothing, because the first move delays all changes of cgroups, including
+// the creation of the pause's cgroup. Launch announces the containers that follow.
 func (l *Launchers) ExpectPause(kind proto.PauseKind, systemd bool) {
 	if kind != proto.PlainPause || !cgroup.MovesItself(systemd) {
 		l.Expect()
@@ -263,7 +264,7 @@ func (l *Launchers) ExpectPause(kind proto.PauseKind, systemd bool) {
 }
 
 func (l *Launchers) keepMovesFast() {
-	defer l.expecting.Store(false) // an Expect at this moment has no effect; the launch is only slower
+	defer l.expecting.Store(false) // an Expect at this moment has no effect, and the launch is only slower
 	var moved int                  // pid of the last moved launcher
 	var stay *cgroup.Anchor
 	for time.Now().Before(*l.expectUntil.Load()) {

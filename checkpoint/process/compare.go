@@ -62,8 +62,8 @@ func ReadJSON(dir, name string, into any) error {
 	return archive.ReadJSON(root, name, into)
 }
 
-// imageOf returns the ID of the image of a container in a checkpoint. name is that of its
-// directory.
+// imageOf returns the ID of the image of a container in a checkpoint. name is the name of the
+// container's directory.
 func imageOf(a *archive.Archive, name string) string {
 	for i := range a.Manifest.Containers {
 		if c := &a.Manifest.Containers[i]; a.Manifest.Dir(c) == name {
@@ -113,7 +113,8 @@ func processDifferences(have, want *specs.Process) (differences []string) {
 }
 
 // rightsDifferences compares the rights of a saved container with those of the request. CRIU and
-// gVisor restore the saved ones. LSM labels are no part of them: CRIU sets those of the request.
+// gVisor restore the saved rights. LSM labels are not compared, because CRIU sets the labels of the
+// request.
 func rightsDifferences(have, want *specs.Spec) (differences []string) {
 	if have.Process == nil || have.Linux == nil {
 		return []string{"the checkpoint describes no process"}
@@ -138,8 +139,8 @@ func rightsDifferences(have, want *specs.Spec) (differences []string) {
 	return differences
 }
 
-// mappingDifferences compares the user namespaces. The writable layer and /dev/shm have the node's
-// IDs of the saved pod, and berth does not change them.
+// mappingDifferences compares the user namespaces. In the writable layer and /dev/shm, owners are
+// the host IDs of the saved pod, and berth does not change them.
 func mappingDifferences(have, want *specs.Spec) []string {
 	mappings := func(spec *specs.Spec) string {
 		if spec.Linux == nil || len(spec.Linux.UIDMappings) == 0 {
@@ -153,8 +154,8 @@ func mappingDifferences(have, want *specs.Spec) []string {
 	return nil
 }
 
-// sandboxMountDifferences compares the mounts of a saved sandbox with those of the request. They
-// are in the sandbox's images, which berth can neither read nor change.
+// sandboxMountDifferences compares the mounts of a saved sandbox with those of the request. The
+// saved mounts are in the sandbox's images, which berth can neither read nor change.
 func sandboxMountDifferences(have, want []specs.Mount) (differences []string) {
 	x, y := mountOptions(have), mountOptions(want)
 	for _, place := range slices.Sorted(maps.Keys(x)) {
@@ -169,7 +170,7 @@ func sandboxMountDifferences(have, want []specs.Mount) (differences []string) {
 	return differences
 }
 
-// mountOptions returns types and options of mounts by their places. Sources differ between pods.
+// mountOptions returns the types and options of mounts by mount point. Sources differ between pods.
 func mountOptions(mounts []specs.Mount) map[string]string {
 	options := map[string]string{}
 	for _, m := range mounts {
@@ -195,8 +196,8 @@ func sorted(ids []uint32) []uint32 {
 	return slices.Compact(ids)
 }
 
-// checkStreams refuses a list of streams that would give the container other descriptors of CRIU
-// than the three streams.
+// checkStreams refuses a list of streams with which the container would get descriptors of CRIU in
+// addition to the three streams.
 func checkStreams(dir string) error {
 	var streams []string
 	if err := ReadJSON(dir, path.Join(archive.ImagesDir, archive.DescriptorsFile), &streams); err != nil {

@@ -39,8 +39,8 @@ func CopyLayer(ctx context.Context, upper string, into *os.File) error {
 	return writeJSON(into, archive.DeletedFilesFile, deleted)
 }
 
-// CopyTree copies a directory into a new file of the directory into. The error wraps
-// os.ErrNotExist if there is no such directory.
+// CopyTree copies a directory into a new tar in the directory into. The error wraps os.ErrNotExist
+// if there is no such directory.
 func CopyTree(ctx context.Context, path string, into *os.File, name string) error {
 	from, err := safefs.OpenRoot(path)
 	if err != nil {

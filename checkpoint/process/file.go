@@ -18,15 +18,15 @@ import (
 	"berth/internal/failpoint"
 )
 
-// WriteArchive makes a tar of the archive in dir, which then replaces the file location, on the
-// disk. A daemon that dies meanwhile leaves no file. A symbolic link at location is replaced and
-// not followed.
+// WriteArchive makes a tar of the archive in dir and replaces the file location by it. The tar is
+// on the disk then. A daemon that dies meanwhile leaves no file. A symbolic link at location is
+// replaced and not followed.
 func WriteArchive(ctx context.Context, dir *os.File, location string) (err error) {
 	parent, err := os.Open(filepath.Dir(location))
 	if err != nil {
 		return locationError(err)
 	}
-	defer parent.Close() // Sync has told its errors
+	defer parent.Close() // Sync has reported its errors
 	file, err := packInPlace(ctx, dir, parent)
 	if errors.Is(err, archive.ErrNotInPlace) {
 		return writeFile(parent, filepath.Base(location), func(to *os.File) error { return archive.Pack(ctx, dir, to) })
@@ -43,7 +43,7 @@ func WriteArchive(ctx context.Context, dir *os.File, location string) (err error
 }
 
 // packInPlace makes the largest file in dir the tar, so that it is written only once. The error is
-// ErrNotInPlace if that file could not get a name in the directory parent.
+// ErrNotInPlace if the tar could not get a name in the directory parent.
 func packInPlace(ctx context.Context, dir, parent *os.File) (*os.File, error) {
 	var from, to unix.Statx_t
 	for d, st := range map[*os.File]*unix.Statx_t{dir: &from, parent: &to} {
@@ -76,7 +76,7 @@ func copyFile(ctx context.Context, to, from *os.File) error {
 	return err
 }
 
-// writeFile fills a new file, which then has a name in a directory, on the disk.
+// writeFile fills a new file, syncs it, and then gives it a name in a directory.
 func writeFile(parent *os.File, name string, fill func(*os.File) error) error {
 	failpoint.Reach("checkpoint.make-archive")
 	fd, err := unix.Openat(int(parent.Fd()), ".", unix.O_TMPFILE|unix.O_WRONLY|unix.O_CLOEXEC, 0o600)
@@ -95,8 +95,8 @@ func writeFile(parent *os.File, name string, fill func(*os.File) error) error {
 	return errors.Join(err, file.Close())
 }
 
-// publish writes a file to the disk and gives it a name in the directory parent. staging is a
-// directory on the same mount, where a daemon that dies may leave a file.
+// publish writes a file to the disk and gives it a name in the directory parent. A daemon that dies
+// may leave a file in staging, a directory on the same mount.
 func publish(file, staging, parent *os.File, name string) error {
 	if err := file.Sync(); err != nil {
 		return err
@@ -148,7 +148,7 @@ func newName() string {
 // temporaryName returns a new name of a hidden file.
 func temporaryName() string { return "." + newName()[:16] + ".tmp" }
 
-// locationError gives an error of the client's path a code.
+// locationError adds a gRPC code to an error about the client's path.
 func locationError(err error) error {
 	if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ENOTDIR) {
 		return errdefs.FailedPrecondition("%w", err)

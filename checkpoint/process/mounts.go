@@ -13,8 +13,8 @@ var restrictions = []string{"ro", "nosuid", "nodev", "noexec"}
 
 // mountDifferences compares the mounts of a checkpointed container with those of a request. CRIU
 // restores the mount points and flags that the container had, and only takes the sources of bind
-// mounts from the request. So a request that restricts more, or has other mount points, would be
-// ignored in silence.
+// mounts from the request. So berth would silently ignore that a request restricts more or has
+// other mount points.
 func mountDifferences(have, want *specs.Spec) (differences []string) {
 	differ := func(field, have, want string) {
 		differences = append(differences, fmt.Sprintf("%s: the checkpoint has %s, the request %s", field, have, want))
@@ -38,7 +38,7 @@ func mountDifferences(have, want *specs.Spec) (differences []string) {
 	return differences
 }
 
-// pointDifferences compares the last mounts at each mount point.
+// pointDifferences compares the topmost mount at each mount point.
 func pointDifferences(have, want []specs.Mount) (differences []string) {
 	differ := func(m specs.Mount, have, want string) {
 		differences = append(differences, fmt.Sprintf("mount of %s: the checkpoint has %s, the request %s", m.Destination, have, want))
@@ -73,7 +73,7 @@ func pointDifferences(have, want []specs.Mount) (differences []string) {
 	return differences
 }
 
-// lastMounts returns the mounts with clean paths, without those that a later one covers.
+// lastMounts returns the mounts with clean paths. It leaves out mounts that a later mount covers.
 func lastMounts(spec *specs.Spec) (list []specs.Mount) {
 	for _, m := range spec.Mounts {
 		m.Destination = path.Clean(m.Destination)
@@ -83,7 +83,7 @@ func lastMounts(spec *specs.Spec) (list []specs.Mount) {
 	return list
 }
 
-// kindOf returns the type of a mount. That of a bind mount has several spellings.
+// kindOf returns the type of a mount. The type of a bind mount has several spellings.
 func kindOf(m specs.Mount) string {
 	if slices.Contains(m.Options, "bind") || slices.Contains(m.Options, "rbind") {
 		return "bind"
@@ -91,7 +91,7 @@ func kindOf(m specs.Mount) string {
 	return m.Type
 }
 
-// restricts reports whether a mount has a restriction, for itself or also for the mounts below
+// restricts reports whether a mount has a restriction, for itself or also for the mounts below it
 // (rro).
 func restricts(m specs.Mount, name string) bool {
 	return slices.Contains(m.Options, name) || slices.Contains(m.Options, "r"+name)

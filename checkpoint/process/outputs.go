@@ -31,8 +31,8 @@ const (
 )
 
 // Outputs are the recorded directories of clients that checkpoints fill. The records are in the
-// directory dir. Earlier versions named a record by its pod. The lock guards the other fields and
-// is held only to use them.
+// directory dir. Earlier versions named a record by its pod. The lock guards the other fields. It
+// is held only while they are used.
 type Outputs struct {
 	dir    string
 	mu     sync.Mutex
@@ -41,8 +41,8 @@ type Outputs struct {
 }
 
 // add adds the record of a checkpoint that begins. It returns the earlier records of the same
-// directory. They are outdated: the directory was empty. The error is FailedPrecondition if another
-// checkpoint fills the directory.
+// directory. They are outdated, because the directory was empty. The error is FailedPrecondition if
+// another checkpoint fills the directory.
 func (o *Outputs) add(name string, r outputRecord) (outdated []string, err error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -129,7 +129,8 @@ func (o *Outputs) Record(dir *os.File) (name string, err error) {
 	return name, nil
 }
 
-// Forget removes a record. After an error it stays, for a directory that no checkpoint fills.
+// Forget removes a record. After an error the record stays, for a directory that no checkpoint
+// fills.
 func (o *Outputs) Forget(name string) error {
 	records, err := o.records()
 	if err == nil {
@@ -174,9 +175,9 @@ func (o *Outputs) EmptyLeft() (err error) {
 	return err
 }
 
-// emptyOutput empties a directory if it still is the recorded one and its checkpoint is not
-// complete. A complete one has a manifest. A power cut can bring its record back, whose removal is
-// not synced.
+// emptyOutput empties a directory if it still is the recorded directory and its checkpoint is not
+// complete. A complete checkpoint has a manifest. Its record may still exist after a power cut,
+// because the removal of a record is not synced.
 func emptyOutput(r outputRecord) error {
 	fd, err := unix.Open(r.Path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) {

@@ -7,7 +7,7 @@
 // and a SHA-256 of the header and the content, which is verified on reading. A damaged file is
 // reported and moved to the folder "set-aside" beside the records. It is never deleted and does not
 // stop the daemon. A file that cannot be read at present, or that a newer berth wrote, is not
-// damaged: it stays, and loading fails.
+// damaged. It stays, and loading fails.
 //
 // A [Dir] is used by one process. Writes to different names may be concurrent. The caller owns the
 // object and serializes writes to one name.
@@ -35,10 +35,10 @@ import (
 type Durability int
 
 const (
-	// Process: the record survives the daemon, but perhaps not a power cut. It is for objects that
-	// do not survive a reboot: pods and containers.
+	// Process means that the record survives the daemon, but perhaps not a power cut. It is for
+	// objects that do not survive a reboot: pods and containers.
 	Process Durability = iota
-	// Power: Write syncs file and folder. It is for images.
+	// Power means that Write syncs the file and the folder. It is for images.
 	Power
 )
 
@@ -262,8 +262,8 @@ func Encode(kind string, version int, v any) ([]byte, error) {
 	return append([]byte(headerOf(magic, kind, version, body)), body...), nil
 }
 
-// headerOf returns the header line of a record file with its newline. The sum covers the line too.
-// Otherwise a flipped bit in the version could make the record look like a newer berth's.
+// headerOf returns the header line of a record file with its newline. The sum covers the line too,
+// because a flipped bit in the version could make the record look like one of a newer berth.
 func headerOf(magic, kind string, version int, body []byte) string {
 	line := fmt.Sprintf("%s %s %d %d", magic, kind, version, len(body))
 	sum := sha256.New() // Write never fails

@@ -18,7 +18,7 @@ type Survey struct {
 }
 
 // Inspect reads the records of a folder like [Dir.Load] but changes nothing. A daemon may use the
-// folder at the same time: files that disappear during the call are left out. A missing folder
+// folder at the same time: it leaves out files that disappear during the call. A missing folder
 // counts as empty.
 func Inspect(path, kind string, version int, decode func(name string, version int, body []byte) error) (Survey, error) {
 	var s Survey

@@ -12,15 +12,16 @@ import (
 	"berth/shim/proto"
 )
 
-// init continues libcontainer's work in a container's first process. libcontainer executes
-// /proc/self/exe with the argument "init" there.
+// init continues libcontainer's work in a container's first process, in which libcontainer executes
+// /proc/self/exe with the argument "init".
 func init() {
 	if len(os.Args) > 1 && os.Args[1] == "init" {
 		launcher.Init()
 	}
 }
 
-// helpers are what a launcher runs this program for in another namespace, by their first argument.
+// helpers are the tasks for which a launcher runs this program in another namespace, by the first
+// argument.
 var helpers = map[string]func(args []string) error{
 	proto.RaiseLastPID: launcher.RaiseLastPID,
 	proto.ReplaceProc:  launcher.ReplaceProc,

@@ -1,5 +1,5 @@
-// Command berth is what a person types: it asks the daemon, which is the program berthd, and works
-// on the node without one. Under the name berth-net it is a CNI plugin.
+// Command berth is the program for operators. It asks the daemon, which is the program berthd. Some
+// commands work on the node and need no daemon. Under the name berth-net it is a CNI plugin.
 package main
 
 import (

@@ -3,13 +3,14 @@
 // # Contract
 //
 // Every option is declared once, as a field of [Config]. Its tags have the key, the flag, the
-// default, the allowed values and the documentation. The flags of berthd, the output of
-// "berth config default", docs/config.md and the parser derive from them.
+// default, the allowed values and the documentation. The flags of berthd, the output of "berth
+// config default", docs/config.md and the parser derive from them.
 //
 // The configuration is a TOML file and the files of a directory beside it. Flags override the
-// files, later files override earlier ones, and all override the defaults. Load refuses a file
+// files, and later files override earlier ones. Both override the defaults. Load refuses a file
 // with an unknown key, so that a misspelled key cannot leave a default in place. It accepts the
-// keys of release 0.2, which had no tables, with a warning; "berth config migrate" prints the new ones.
+// keys of release 0.2, which had no tables, with a warning. "berth config migrate" prints the new
+// ones.
 package config
 
 import (
@@ -30,15 +31,15 @@ const DefaultPath = "/etc/berth/config.toml"
 
 // Config is the daemon's configuration.
 //
-// The tag key is the option's table and key, old its key in release 0.2, and flag the name of the
-// flag, if the option has one. The tag default has the form of a flag's value, with lists separated
-// by commas. path:"abs" requires absolute paths, and path:"optional" also allows none. oneof lists
-// the allowed values, min and max are limits, and doc is the documentation. reload:"true" marks an
-// option that SIGHUP applies to a running daemon.
+// The tag key has the option's table and key. The tag old has its key in release 0.2. The tag flag
+// has the name of the flag, if the option has a flag. The tag default has the form of a flag's
+// value, with lists separated by commas. path:"abs" requires absolute paths, and path:"optional"
+// also allows an empty value. The tag oneof lists the allowed values. min and max are limits. doc
+// is the documentation. reload:"true" marks an option that SIGHUP applies to a running daemon.
 //
-// A field that is a map of structs stands for tables that users name: the key "handlers" for
-// [handlers.NAME]. The fields of the struct have the same tags; example is a name that the
-// documentation uses.
+// A field that is a map of structs stands for tables that users name. For example, the key
+// "handlers" stands for [handlers.NAME]. The fields of the struct have the same tags. The tag
+// example is a table name for the documentation.
 type Config struct {
 	Listen         string   `key:"listen" flag:"listen" default:"/run/berth/berth.sock" path:"socket" doc:"Unix socket that serves the CRI: an absolute path or a unix:// URL. A socket passed by systemd takes precedence."`
 	Root           string   `key:"root" flag:"root" default:"/var/lib/berth" path:"abs" doc:"Persistent data: images, writable layers, records of pods and containers. Only one daemon can use it."`
@@ -97,12 +98,12 @@ type Config struct {
 	PeersUploads   int      `key:"peers.max_uploads" default:"8" min:"1" doc:"Number of layers that this node sends at the same time. Further requests wait. One certificate gets at most half of the free uploads."`
 	PeersBandwidth int      `key:"peers.upload_bandwidth" default:"0" min:"0" doc:"Maximum number of bytes that this node sends to peers in a second; at least 1048576. 0: no limit."`
 
-	LazyPolicy   string   `key:"lazy.policy" default:"off" oneof:"off,on" doc:"Whether containers can start before their image is complete. on: a pull does not wait for layers of which this node has an index, because it pulled them before (see lazy.index_bytes), nor for those with a table of contents that the manifest names by its digest (eStargz, zstd:chunked, SOCI version 2). Berth fetches the parts that a container reads at once, and the rest in the background. It needs Linux 6.15, layers stored as EROFS images on ext4, XFS or btrfs, and a registry that serves ranges. Until an image is complete, its containers depend on the registry: read docs/images.md before you set this. Pinned and preloaded images are pulled whole. off: every image is complete before it is used."`
-	LazyStall    Duration `key:"lazy.stall" default:"1m" min:"1s" doc:"How long a process waits at most for a part of an incomplete image. After that its read fails with EIO (page faults with SIGBUS). Later reads try again. One registry host may take a quarter of this time before berth asks the next one."`
+	LazyPolicy   string   `key:"lazy.policy" default:"off" oneof:"off,on" doc:"Whether containers can start before their image is complete, see docs/images.md. on: pulls do not wait for layers that can be fetched in parts. Containers of an incomplete image depend on the registry. off: images are complete before use."`
+	LazyStall    Duration `key:"lazy.stall" default:"1m" min:"1s" doc:"How long a process waits at most for a part of an incomplete image. After that its read fails with EIO (page faults with SIGBUS). Later reads try again. A quarter of this time is each registry host's limit."`
 	LazyMinBytes int      `key:"lazy.min_bytes" default:"33554432" min:"0" doc:"An image is pulled whole if fewer bytes than this could be fetched after the pull."`
 	LazyMinTime  Duration `key:"lazy.min_time" default:"2s" min:"0s" doc:"An image is pulled whole if that takes less than this at the speed of recent pulls from the registry. 0: the speed does not matter."`
 	LazyMemory   int      `key:"lazy.memory" default:"67108864" min:"1048576" doc:"Memory in bytes of all parts of images that are being fetched after pulls. With a memory limit on berth's cgroup, they use at most an eighth of it."`
-	IndexBytes   int      `key:"lazy.index_bytes" default:"0" min:"0" doc:"Limit in bytes of all indexes of blobs. While berth unpacks a layer of 1 MiB or more, it notes where decompression can begin. The index outlives the layer, so that the next pull of the same blob can be lazy, see lazy.policy. An index has about 1 % of the size of the layer and makes its pull 2 to 4 % slower. It needs layers stored as EROFS images, and ISA-L for gzip. 0: 268435456 with lazy.policy on, else none are kept."`
+	IndexBytes   int      `key:"lazy.index_bytes" default:"0" min:"0" doc:"Limit in bytes of all indexes of blobs. With an index, the next pull of the same blob can be lazy, see docs/images.md. 0: 268435456 with lazy.policy on, else none are kept."`
 
 	RegistryDirs []string `key:"registry.config_dirs" old:"registry_dirs" flag:"registry-dir" default:"/etc/berth/certs.d,/etc/containerd/certs.d" path:"abs" reload:"true" doc:"Directories with one folder per registry host. Each folder holds a hosts.toml in containerd's format: mirrors, CA, client certificates, headers, and redirect_to, which only berth has. The first directory with a folder for the host is used. See docs/images.md."`
 	DockerConfig string   `key:"registry.docker_config" old:"docker_config" path:"optional" reload:"true" doc:"File in the format of Docker's config.json, with credentials for pulls without their own. It is searched after registry.auth_files. Empty: none."`
@@ -199,8 +200,8 @@ func AddFlags(flags *pflag.FlagSet) {
 	}
 }
 
-// Parse parses one configuration file. name is its name in errors. Options that the file lacks
-// have their defaults. Parse reports each unknown key with its line and the option with the nearest
+// Parse parses one configuration file. name is its name in errors. Options that the file lacks have
+// their defaults. Parse reports each unknown key with its line and the option with the nearest
 // name.
 func Parse(name string, content []byte) (*Config, error) {
 	var l loading
@@ -214,8 +215,8 @@ func Parse(name string, content []byte) (*Config, error) {
 	return l.config, nil
 }
 
-// Load returns the configuration that follows from the flags registered by AddFlags, from the file
-// that --config names and from its directory of additional files (see [FragmentDir]). The file may
+// Load returns the configuration. It reads the file that --config names and the file's directory of
+// additional files (see [FragmentDir]), and applies the flags registered by AddFlags. The file may
 // be missing unless --config was given. The warnings name obsolete keys with their files and lines.
 func Load(flags *pflag.FlagSet) (c *Config, warnings []string, err error) {
 	name, err := flags.GetString("config")

@@ -5,7 +5,6 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
-	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -70,18 +69,14 @@ func TestEveryOptionIsDeclared(t *testing.T) {
 	}
 }
 
-// wordyTexts are options whose text is still too long. An entry goes when its text is short.
-var wordyTexts = []string{"lazy.policy", "lazy.stall", "lazy.index_bytes"}
-
 // An option's text has at most 40 words. What else there is to say is on the page that the text
 // names.
 func TestTextsAreShort(t *testing.T) {
 	t.Parallel()
 	const limit = 40
 	check := func(key, text string) {
-		words := len(strings.Fields(text))
-		if known := slices.Contains(wordyTexts, key); (words > limit) != known {
-			t.Errorf("the text of %s has %d words, at most %d are allowed; in wordyTexts: %t", key, words, limit, known)
+		if words := len(strings.Fields(text)); words > limit {
+			t.Errorf("the text of %s has %d words, at most %d are allowed", key, words, limit)
 		}
 	}
 	for _, o := range options() {

@@ -74,7 +74,7 @@ func optionsIn(group string) []option {
 }
 
 // TOML returns a configuration file with the options of c that differ from their defaults, or with
-// all of them.
+// all options.
 func (c *Config) TOML(all bool) string {
 	defaults := Default()
 	var b strings.Builder
@@ -104,7 +104,8 @@ func (c *Config) TOML(all bool) string {
 	return strings.TrimSuffix(b.String(), "\n")
 }
 
-// writeTable writes a table with its lines and an empty line. It writes nothing without lines.
+// writeTable writes a table with its lines and an empty line. If there are no lines, it writes
+// nothing.
 func writeTable(b *strings.Builder, table string, lines []string) {
 	if len(lines) == 0 {
 		return

@@ -5,8 +5,8 @@ import (
 	"slices"
 )
 
-// Masked returns the options by key for a bug report: numbers, switches, paths and values from a
-// list as they are, and every other text after mask.
+// Masked returns the options by key for a bug report. Numbers, switches, paths and values from a
+// list are unchanged. Every other text is passed through mask.
 func (c *Config) Masked(mask func(string) string) map[string]any {
 	all := maskedOptions(options(), fields(c), mask)
 	for _, t := range tables() {

@@ -10,8 +10,8 @@ import (
 	"strings"
 )
 
-// Migrate rewrites a configuration file: keys of release 0.2 become keys in tables. It keeps
-// comments in front of the key that follows them. The result has the same options as the file.
+// Migrate rewrites a configuration file, so that keys of release 0.2 become keys in tables. A
+// comment stays before the key that follows it. The result has the same options as the file.
 func Migrate(name string, content []byte) (string, error) {
 	before, err := Parse(name, content)
 	if err != nil {
@@ -99,8 +99,8 @@ func inlineLines(content, table string) []string {
 	return lines
 }
 
-// tablesOf returns the tables of the result in the order of the options, those that users name
-// last.
+// tablesOf returns the tables of the result in the order of the options. Tables that users name
+// come last.
 func tablesOf(assignments map[string][]segment, headers map[string]segment) []string {
 	seen := maps.Clone(map[string]bool{"": len(assignments[""]) > 0})
 	for t := range assignments {
@@ -126,8 +126,8 @@ func tablesOf(assignments map[string][]segment, headers map[string]segment) []st
 	return all
 }
 
-// segments splits a file. header has the comments at its beginning that an empty line separates
-// from the first key, end those after the last key.
+// segments splits a file. header has the comments at its beginning, if an empty line separates them
+// from the first key. end has the comments after the last key.
 func segments(content string) (header []string, all []segment, end []string) {
 	rest := strings.Split(strings.TrimRight(content, "\n"), "\n")
 	type place struct {

@@ -64,8 +64,8 @@ func keysOf(options []option) []string {
 	return all
 }
 
-// nearestOf returns the known key with the smallest edit distance from key. Without a table, the
-// table of a known key does not count.
+// nearestOf returns the known key with the smallest edit distance from key. If the key has no
+// table, the tables of known keys are ignored.
 func nearestOf(key string, known []string) string {
 	best, least := "", -1
 	for _, k := range known {

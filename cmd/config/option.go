@@ -97,7 +97,8 @@ func (o option) defaults() []string {
 	return []string{o.Default}
 }
 
-// set parses a value from text: all texts as the elements of a list, else the last one.
+// set parses a value from texts. A list gets all texts as elements. Another option gets the last
+// text.
 func (o option) set(of reflect.Value, texts []string) error {
 	last := ""
 	if len(texts) > 0 {
@@ -155,7 +156,7 @@ func (o option) typeText() string {
 func (o option) group() (table, key string) { return cut(o.Key) }
 
 // usage returns the first sentence of the documentation for the list of flags. `berth config
-// default` and docs/config.md have all of it.
+// default` and docs/config.md have the whole documentation.
 func (o option) usage() string {
 	doc, _, _ := strings.Cut(o.Doc, ". ")
 	doc = strings.TrimSuffix(doc, ".")

@@ -8,8 +8,8 @@ import (
 	"strconv"
 )
 
-// minBandwidth is the least limit of all uploads together, in bytes a second. With less, all of
-// them would be slower than peers accept.
+// minBandwidth is the least limit of all uploads together, in bytes a second. With less, every
+// transfer would be slower than peers accept.
 const minBandwidth = 1 << 20
 
 // checkPeers checks the options of table peers together.

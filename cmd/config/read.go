@@ -260,8 +260,8 @@ func (f *file) place(option, key string) {
 	f.origins[option] = fmt.Sprintf("%s: line %d", f.name, f.line(key))
 }
 
-// namedTables sets the entries of a table whose keys users choose. An entry replaces the one of an
-// earlier file as a whole.
+// namedTables sets the entries of a table whose keys users choose. An entry replaces the whole
+// entry of an earlier file.
 func (f *file) namedTables(t table, value any) {
 	const form = "%s: it takes tables of the form [%s.NAME] with values in them"
 	entries, ok := value.(map[string]any)
@@ -316,7 +316,7 @@ func (f *file) entry(t table, key string, values map[string]any, entry reflect.V
 }
 
 // texts returns a TOML value as arguments of set. It refuses values of another type than the
-// option's: "1" is not a number, and 60 is not a duration, because it has no unit.
+// option's. "1" is not a number, and 60 is not a duration, because it has no unit.
 func (o option) texts(value any) ([]string, error) {
 	wrong := fmt.Errorf("it takes a %s, found %s", o.typeText(), kindOf(value))
 	switch v := value.(type) {

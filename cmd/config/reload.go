@@ -2,8 +2,9 @@ package config
 
 import "reflect"
 
-// Changes compares the configuration of a running daemon with a new one. It returns the keys of
-// the changed options: those that the daemon can take now, and those that need a restart.
+// Changes compares the configuration of a running daemon with a new one. It returns the keys of the
+// changed options. reload has the options that the daemon can take at once. restart has those that
+// need a restart.
 func Changes(running, next *Config) (reload, restart []string) {
 	add := func(key string, canReload bool) {
 		if canReload {
@@ -29,8 +30,8 @@ func Changes(running, next *Config) (reload, restart []string) {
 	return reload, restart
 }
 
-// Reloaded returns the running daemon's configuration with next's values of the options that a
-// daemon can take without a restart.
+// Reloaded returns the running daemon's configuration. Options that a daemon can take without a
+// restart have the values in next.
 func Reloaded(running, next *Config) *Config {
 	merged := *running
 	for _, o := range options() {

@@ -198,7 +198,7 @@ func cleanSocket(p *string) error {
 	return nil
 }
 
-// overlap reports whether one of two clean paths equals or contains the other.
+// overlap reports whether two clean paths are equal, or one contains the other.
 func overlap(a, b string) bool {
 	return a == b || strings.HasPrefix(a, b+"/") || strings.HasPrefix(b, a+"/")
 }

@@ -31,8 +31,8 @@ func OwnNet(cfg *config.Config) *conf.Net {
 }
 
 // NetworkConfig returns the configuration of package cni. The pods' network is the built-in
-// network, or the network in CNI's configuration directory. If plugin is not nil, the plugin
-// berth-net runs as a function of it, also for configurations in the directory.
+// network, or the network in CNI's configuration directory. If plugin is not nil, its function runs
+// in place of the program berth-net, also for configurations in the directory.
 func NetworkConfig(cfg *config.Config, plugin *berthnet.Plugin) (cni.Config, error) {
 	c := cni.Config{
 		ConfDir:  cfg.CNIConfDir,
@@ -106,8 +106,8 @@ func checkOwnNetwork(plugin map[string]any) error {
 	return nil
 }
 
-// subnets returns the configured subnets, without IPv6 if the kernel lacks it or the administrator
-// has disabled it.
+// subnets returns the configured subnets, without IPv6 subnets if the kernel has no IPv6, or if the
+// administrator has disabled it.
 func subnets(configured []string) []string {
 	if !links.IPv6Off() {
 		return configured

@@ -37,12 +37,12 @@ func Discover(cfg *config.Config) (*Node, error) {
 	if n.Unpack, err = FindUnpack(cfg.UnpackPath); err != nil {
 		return nil, err
 	}
-	n.Verify, _ = FindVerify(cfg.SignatureVerifyPath) // what needs it reports that
+	n.Verify, _ = FindVerify(cfg.SignatureVerifyPath) // the part that needs the program reports that it is missing
 	return &n, nil
 }
 
-// IsDaemon reports whether a process is a daemon by its name: that of berthd, or of berth, which
-// was the daemon up to release 0.2.
+// IsDaemon reports whether a process is a daemon, by its name. The name is berthd, or berth, which
+// was the daemon's program up to release 0.2.
 func IsDaemon(name string) bool { return name == "berthd" || name == "berth" }
 
 // systemdMarker exists if and only if systemd is PID 1, see sd_booted(3).
@@ -67,8 +67,8 @@ func systemdCgroup(driver, marker string, cgroupV2 bool) (bool, error) {
 	}
 }
 
-// FindShim returns the path of berth-shim: configured if that is not empty, else the program beside
-// this one, else the one in PATH.
+// FindShim returns the path of berth-shim: configured if it is not empty, else the program in this
+// program's directory, else the program in PATH.
 func FindShim(configured string) (string, error) {
 	return findProgram("berth-shim", "shim_path", configured)
 }

@@ -33,7 +33,7 @@ func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.
 	}
 	undo := cleanup.New()
 	defer undo.Run(&err)
-	kept, err := a.reserve(ctx) // before the bridge is inspected: the reservation keeps the gateway in place
+	kept, err := a.reserve(ctx) // before the bridge is inspected, because the reservation keeps the gateway's address on the bridge
 	if err != nil {
 		return nil, err
 	}
@@ -63,8 +63,8 @@ func (a *attachment) gateways() (all []netip.Prefix) {
 }
 
 // plug connects the pod's port to the bridge. It creates the missing parts of the bridge and of the
-// rules for all pods. After a boot one pod creates them under the exclusive lock. Pods that start
-// at the same time then share the lock.
+// rules for all pods. After a boot, the first pod creates them under the exclusive lock. Pods that
+// start at the same time then share the lock.
 func (a *attachment) plug(ctx context.Context,
 	kept addresses.Reservation) (bridge *links.Bridge, made links.Plugged, err error) {
 	for _, unlessReady := range []bool{true, false} {
@@ -97,8 +97,8 @@ func (a *attachment) plugIfReady(ctx context.Context,
 }
 
 // makeAndPlug holds the exclusive lock until the port exists. Otherwise two networks that start at
-// the same time would take the bridge from each other. With unlessReady it returns a nil bridge if
-// another pod has created everything meanwhile.
+// the same time would take the bridge from each other. If unlessReady is set, and another pod has
+// created everything meanwhile, it returns a nil bridge.
 func (a *attachment) makeAndPlug(ctx context.Context, kept addresses.Reservation,
 	unlessReady bool) (*links.Bridge, links.Plugged, error) {
 	unlockStore, err := a.store.Lock(ctx) // other pods may be creating the network

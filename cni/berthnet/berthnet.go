@@ -5,7 +5,7 @@
 //
 // The plugin replaces bridge, host-local, portmap and bandwidth. It uses netlink and nftables and
 // executes no program. It implements CNI 1.1.0 (ADD, DEL, CHECK, STATUS, GC, VERSION) for
-// configurations from 0.3.0 on. The daemon calls Exec; other runtimes execute a program that calls
+// configurations from 0.3.0 on. The daemon calls Exec. Other runtimes execute a program that calls
 // Main. Both may run at the same time.
 //
 // All objects on the node carry the network's key, which combines its name and the directory of its
@@ -21,8 +21,8 @@
 // the note is lost, DEL finds them by the pod's addresses (package rules).
 //
 // The bridge and the rules for all pods belong to the node. ADD creates them when they are missing.
-// Only Retire and Uninstall remove them. A flush of the whole packet filter deletes the rules; each
-// reload of nftables.service flushes it. ADD and STATUS write the rules again, with the host ports
+// Only Retire and Uninstall remove them. A flush of the whole packet filter deletes the rules, for
+// example a reload of nftables.service. ADD and STATUS write the rules again, with the host ports
 // of all pods from the notes of the reservations.
 //
 // GC releases the reservations, bridge ports and rules of attachments that are not valid.
@@ -64,7 +64,7 @@ type Plugin struct {
 
 	lockTimeout time.Duration // of the stores; 0: their default
 
-	filters   atomic.Bool               // a trial or installed rules have shown that the kernel supports them
+	filters   atomic.Bool               // set when a trial or installed rules have shown that the kernel supports the rules
 	tryFilter func(rules.Network) error // nil: rules.Try
 }
 

@@ -68,7 +68,7 @@ func (a *attachment) release(ctx context.Context, kept addresses.Reservation) er
 // closePorts closes the host ports in the note of a reservation.
 func (a *attachment) closePorts(kept addresses.Reservation, note []byte) (err error) {
 	var ports []rules.HostPort
-	if json.Unmarshal(note, &ports) != nil { // damaged by a power failure; no port was opened since
+	if json.Unmarshal(note, &ports) != nil { // a power failure has damaged the note; no port was opened since
 		if ports, err = a.portsOf(kept.IPs); err != nil {
 			return err
 		}
@@ -92,13 +92,14 @@ func (a *attachment) portsOf(ips []netip.Addr) (some []rules.HostPort, err error
 	return some, err
 }
 
-// gc releases the attachments that are not valid. It waits for locks no longer than one DEL.
+// gc releases the attachments that are not valid. For all ports together, it waits for locks no
+// longer than a single DEL would.
 func (p *Plugin) gc(ctx context.Context, args *skel.CmdArgs) error {
 	a, err := p.attachment(args, conf.ParseGC)
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, cmp.Or(a.store.LockTimeout, addresses.LockTimeout)) // without contention the locks take no time
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(a.store.LockTimeout, addresses.LockTimeout)) // locks that no other process holds take no time
 	defer cancel()
 	valid := map[types.GCAttachment]bool{}
 	for _, v := range a.Valid {
@@ -122,7 +123,7 @@ func (p *Plugin) gc(ctx context.Context, args *skel.CmdArgs) error {
 	return errors.Join(append(errs, a.cutOrphans(valid), a.closeOrphans(used))...)
 }
 
-// cutOrphans deletes ports of attachments that are neither valid nor reserved.
+// cutOrphans deletes a port unless its attachment is valid or reserved.
 func (a *attachment) cutOrphans(valid map[types.GCAttachment]bool) error {
 	ports, err := links.Ports(a.Key())
 	for _, p := range ports {

@@ -9,8 +9,8 @@ import (
 	"berth/cni/berthnet/links"
 )
 
-// leavingTime is how long a port may remain after its pod's DEL. The kernel removes it in the
-// background together with the pod's namespace, and removes one namespace after the other.
+// leavingTime is how long a port may remain after its pod's DEL. The kernel removes the port in the
+// background together with the pod's namespace. It removes one namespace after the other.
 const leavingTime = 5 * time.Second
 
 // leavingTries limits the attempts to delete a port to one minute. The next GC deletes the

@@ -80,8 +80,7 @@ func (a *attachment) addressesInUse() (all []netip.Addr, err error) {
 
 // install writes the rules unless they are installed, and opens the host ports of all pods. The
 // caller holds the store's lock, so the bridge's addresses in the rules do not change. The shared
-// lock prevents another network from taking the bridge. Such a network would delete these rules as
-// outdated.
+// lock prevents another network from taking the bridge. It would delete these rules as outdated.
 func (a *attachment) install(ctx context.Context) (written bool, err error) {
 	unlock, err := links.Lock(ctx, lockfile.Shared)
 	if err != nil {
@@ -90,7 +89,7 @@ func (a *attachment) install(ctx context.Context) (written bool, err error) {
 	defer unlock()
 	bridge, err := links.FindBridge(a.Bridge)
 	if err != nil || !bridge.BelongsTo(a.Key()) {
-		return false, err // no bridge, or makeNetwork must recreate it
+		return false, err // there is no bridge, or makeNetwork must create it again
 	}
 	return a.installFor(bridge)
 }
@@ -110,11 +109,11 @@ func (a *attachment) installFor(bridge *links.Bridge) (written bool, err error) 
 			return false, err
 		}
 		if !there {
-			continue // the pod is gone, for example after a boot, and its DEL will follow
+			continue // the pod does not exist any more, for example after a boot, and its DEL will follow
 		}
 		pod := rules.Pod{ID: n.ContainerID}
 		if json.Unmarshal(n.Note, &pod.Ports) != nil {
-			continue // damaged by a power failure; no port was opened since
+			continue // a power failure has damaged the note; no port was opened since
 		}
 		pods = append(pods, pod)
 	}

@@ -16,7 +16,7 @@ import (
 // status reports whether an ADD with the same configuration could succeed. It does not require a
 // free address, because a full node continues to run its pods. Unless the plugin is passive, it
 // repairs the node for existing pods. Error codes (specification, section 2, STATUS): 50 if no pod
-// can be attached, 51 if existing pods may have lost connections as well.
+// can be attached, and 51 if existing pods may also have lost connections.
 func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 	a, err := p.attachment(args, conf.Parse)
 	if err != nil {
@@ -60,7 +60,7 @@ func (p *Plugin) checkAdd(a *attachment) error {
 }
 
 // canFilter returns why the kernel does not support the network's rules, or nil. It tries them in a
-// namespace until a trial succeeds. It skips the trial if the rules are installed or pods exist,
+// namespace until a trial succeeds. If the rules are installed or pods exist, it skips the trial,
 // because restore then reports errors.
 func (p *Plugin) canFilter(a *attachment) error {
 	if p.filters.Load() {

@@ -3,10 +3,10 @@
 //
 // # Contract
 //
-// An archive may come from anyone. The package opens no path that an archive names outside of it
-// and bounds the memory that the list of files and each document take. Documents get the checks
-// that package [registry] applies to a registry's documents. A blob is read through a verifier of
-// its size and digest, so a file that changes meanwhile is an error and never content.
+// An archive may come from anyone. The package opens no path outside of the archive. It bounds the
+// memory for the list of files and for each document. Documents get the checks that package
+// [registry] applies to a registry's documents. A blob is read through a verifier of its size and
+// digest, so a file that changes meanwhile gives an error and never wrong content.
 //
 // go-containerregistry reads the same formats. It does not bound the size of documents, and it
 // scans a tar from the start for each file.
@@ -50,7 +50,7 @@ const (
 // Archive is an open archive, from [OpenTar] or [OpenDir]. It is safe for concurrent use.
 type Archive struct {
 	open  func(name string) (File, error)
-	paths map[digest.Digest]string // of the blobs of a docker archive; nil: those of an OCI layout
+	paths map[digest.Digest]string // of the blobs of a docker archive; nil: an OCI layout
 }
 
 // File is a regular file of an archive, from [Archive.BlobAt]. The caller closes it.
@@ -99,9 +99,10 @@ type diskFile struct {
 
 func (f diskFile) Size() int64 { return f.size }
 
-// Images returns the images of the archive for a node's platform, and the entries that are none. It
-// is an error if there is no image. The caller must call it once and before [Archive.Blob].
-// InvalidArgument: it is neither an OCI layout nor a docker archive.
+// Images returns the images of the archive for a node's platform, and the entries that are no
+// images. It is an error if there is no image. The caller must call it once and before
+// [Archive.Blob]. The error is InvalidArgument if the archive is neither an OCI layout nor a docker
+// archive.
 func (a *Archive) Images(node ocispec.Platform) ([]Image, []Skipped, error) {
 	index, err := a.read("index.json", registry.MaxManifestSize)
 	if err == nil {
@@ -121,8 +122,8 @@ func (a *Archive) Images(node ocispec.Platform) ([]Image, []Skipped, error) {
 	return a.dockerImages(manifest)
 }
 
-// layoutImages returns the images of an OCI layout, and the entries that are none. Several entries
-// of the index may name one manifest: each entry has one name.
+// layoutImages returns the images of an OCI layout, and the entries that are no images. An entry of
+// the index has one name, so several entries may name one manifest.
 func (a *Archive) layoutImages(index []byte, node ocispec.Platform) (images []Image, skipped []Skipped, err error) {
 	entries, err := registry.ParseIndex(index)
 	if err != nil {
@@ -155,8 +156,8 @@ func (a *Archive) layoutImages(index []byte, node ocispec.Platform) (images []Im
 	return found(images, append(skipped, artifacts...), "index.json names no image")
 }
 
-// found returns an error if there is no image: that of an entry for another platform, or else of
-// the first entry.
+// found returns an error if there is no image. It is the error of an entry for another platform, or
+// else the error of the first entry.
 func found(images []Image, skipped []Skipped, none string) ([]Image, []Skipped, error) {
 	if len(images) > 0 {
 		return images, skipped, nil
@@ -169,7 +170,7 @@ func found(images []Image, skipped []Skipped, none string) ([]Image, []Skipped, 
 }
 
 // nameOf returns the name in the annotations of an index's entry. A plain tag is no name, because
-// the name of the repository is unknown. A digest must be that of the entry.
+// the name of the repository is unknown. A digest must be the digest of the entry.
 func nameOf(entry ocispec.Descriptor) (registry.Reference, bool) {
 	text := entry.Annotations[nameAnnotation]
 	if ref := entry.Annotations[refNameAnnotation]; text == "" && strings.ContainsAny(ref, "/:") {
@@ -205,8 +206,9 @@ type dockerImage struct {
 	Layers   []string
 }
 
-// dockerImages returns the images of a docker archive, and the entries that are none. Its manifest
-// names files and no digests. Blob verifies a layer by the digest that dockerLayer computes.
+// dockerImages returns the images of a docker archive, and the entries that are no images. The
+// archive's manifest names files and no digests. Blob verifies a layer by the digest that
+// dockerLayer computes.
 func (a *Archive) dockerImages(manifest []byte) (images []Image, skipped []Skipped, err error) {
 	var entries []dockerImage
 	if err := registry.CheckValues(manifest); err != nil {
@@ -311,8 +313,8 @@ func inArchive(name string, err error) error {
 	return err
 }
 
-// Blob opens a layer's blob. Its Read returns io.EOF only after it has verified size and digest;
-// the error is DataLoss. The caller closes it.
+// Blob opens a layer's blob. Its Read returns io.EOF only after it has verified size and digest. If
+// they are wrong, the error is DataLoss. The caller closes it.
 func (a *Archive) Blob(want ocispec.Descriptor) (io.ReadCloser, error) {
 	f, err := a.BlobAt(want)
 	if err != nil {

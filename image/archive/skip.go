@@ -10,14 +10,14 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Skipped is an entry of an archive that is no image of this node: a signature, an attestation or
-// the image of another platform, for example.
+// Skipped is an entry of an archive that is no image of this node, for example a signature, an
+// attestation or the image of another platform.
 type Skipped struct {
 	Name   string // its name in the archive, or else its digest
 	Reason error
 }
 
-// isSkippable reports whether an error is that of an entry that can be left out. Damage is none.
+// isSkippable reports whether an entry with this error can be left out. Damage is none.
 func isSkippable(entry ocispec.Descriptor, err error) bool {
 	return errdefs.IsNotFound(err) || errors.Is(err, registry.ErrNotImage) ||
 		err != nil && !registry.IsDocumentType(entry.MediaType)
@@ -53,12 +53,12 @@ func withoutArtifacts(images []Image) (kept []Image, skipped []Skipped) {
 	return images, nil
 }
 
-// cosignTag matches the tags under which cosign and registries without referrers keep what belongs
-// to an image.
+// cosignTag matches the tags under which cosign stores signatures and attestations of an image.
+// Registries without the referrers API use them too.
 var cosignTag = regexp.MustCompile(`^sha256-[0-9a-f]{64}(\.(sig|att|sbom))?$`)
 
 // isAttachment reports whether all names of an image in a docker archive are tags of attachments.
-// Such an archive does not say what a layer is.
+// Such an archive does not say what kind of content a layer has.
 func isAttachment(tags []string) bool {
 	for _, tag := range tags {
 		if ref, err := registry.ParseReference(tag); err != nil || !cosignTag.MatchString(ref.Tag) {

@@ -21,7 +21,7 @@ type tarEntry struct {
 	link         string // target of a symlink or hard link, relative to the archive's root
 }
 
-// list reads the headers of a tar. Of entries with the same name the last one counts, as when a
+// list reads the headers of a tar. If entries have the same name, the last one counts, as when a
 // program unpacks the tar.
 func list(f io.ReaderAt, size int64) (tarFiles, error) {
 	from := io.NewSectionReader(f, 0, size)
@@ -48,7 +48,7 @@ func list(f io.ReaderAt, size int64) (tarFiles, error) {
 }
 
 // entryOf returns the place of an entry's content, or false for an entry that cannot belong to an
-// image: directories, devices, sparse files and files that extend past the end.
+// image. Such entries are directories, devices, sparse files and files that extend past the end.
 func entryOf(hdr *tar.Header, offset, size int64) (tarEntry, bool) {
 	if len(hdr.Name) > MaxName || len(hdr.Linkname) > MaxName {
 		return tarEntry{}, false

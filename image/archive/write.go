@@ -50,7 +50,7 @@ type SavedLayer struct {
 }
 
 // Write writes the tar of an archive with images. Each layer is written once. Errors of out and of
-// the layers are passed on.
+// the layers' readers are returned.
 func Write(out io.Writer, format Format, images []Saved) error {
 	if err := format.Validate(); err != nil {
 		return err
@@ -76,8 +76,8 @@ type writer struct {
 	written map[string]bool // names of entries
 }
 
-// documents writes all but the layers. They come first, so that a reader of a stream knows the
-// images.
+// documents writes everything except the layers. The documents come first, so that a reader of a
+// stream knows the images.
 func (w *writer) documents(images []Saved) error {
 	if w.format == OCI {
 		if err := w.layout(images); err != nil {

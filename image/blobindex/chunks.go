@@ -49,7 +49,7 @@ func (x *Index) VerifySpan(i int, tar []byte) error {
 	return nil
 }
 
-// encodeChunks is Encode of an index of chunks.
+// encodeChunks is Encode for an index of chunks.
 func (x *Index) encodeChunks() ([]byte, error) {
 	if err := x.checkChunks(); err != nil {
 		return nil, err
@@ -70,7 +70,8 @@ func (x *Index) encodeChunks() ([]byte, error) {
 	return append(b, sum[:]...), nil
 }
 
-// startPoints encodes the points of an index that is not sealed: all begin a member or frame.
+// startPoints encodes the points of an index that is not sealed. All of them begin a member or
+// frame.
 func (x *Index) startPoints() (b []byte) {
 	var last Point
 	for i := range x.Points {
@@ -96,7 +97,7 @@ func (x *Index) encodedChunks() (b []byte) {
 	return b
 }
 
-// decodeChunks is Decode of an index of chunks.
+// decodeChunks is Decode for an index of chunks.
 func decodeChunks(b []byte) (*Index, error) {
 	kind, sealed := chunksMagic, bytes.HasPrefix(b, []byte(sealedMagic))
 	if sealed {

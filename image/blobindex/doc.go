@@ -4,9 +4,9 @@
 // # Contract
 //
 // Only Store reads and writes files. An Index is immutable once it is complete. Decode trusts
-// nothing. It limits its memory by the length of its input, and it returns
-// only an Index whose numbers are consistent. It cannot tell whether they are true: a blob may have
-// compromised the process that noted the points. Wrong points give a tar with a wrong digest.
+// nothing. It limits its memory by the length of its input, and it returns only an Index whose
+// numbers are consistent. It cannot tell whether they are true, because a blob may have compromised
+// the process that noted the points. Wrong points give a tar with a wrong digest.
 //
 // The states of an index cannot be wrong, because the daemon takes them itself while it hashes the
 // blob. So Verify shows that bytes belong to the blob before anything decompresses them.
@@ -20,14 +20,14 @@
 //
 // # Indexes of chunks
 //
-// An index that is made of a blob's table of contents has no states: nobody has hashed the blob
-// yet. It has the digests of the files' chunks instead. So bytes are verified after they have been
-// decompressed, and only the parts with content are. The tar of such an index is not the blob's: it
-// joins what each span has up to the end of its last chunk. Nothing shows that the table is true
-// before the whole blob was unpacked (package lazy, "Tables of contents").
+// An index that is made from a blob's table of contents has no states, because nobody has hashed
+// the blob yet. It has the digests of the files' chunks instead. So bytes are verified after
+// decompression, and only if they are file content. The tar of such an index is not the blob's tar.
+// It joins the spans, each up to the end of its last chunk. Nothing shows that the table is true
+// before the whole blob was unpacked (package fill, "Tables of contents").
 //
-// A sealed index is made of SOCI's table. It has the digest of what the blob has of each span, and
-// none of chunks: bytes are verified before they are decompressed.
+// A sealed index is made of SOCI's table. It has a digest of each span's bytes in the blob, and no
+// digests of chunks. So bytes are verified before decompression.
 //
 // # Store
 //
@@ -44,9 +44,9 @@
 //
 // # Format
 //
-// An index is three files: its encoding, the tree and the record. The latter two are those of the
-// layer, so they can be links. The encoding has their digests. It begins with magic. Three sections
-// follow, each a varint length and its bytes: numbers and digests, states, points. The SHA-256 of
-// all this ends it. An index of chunks begins with chunksMagic or sealedMagic, and has points
-// and chunks in place of states and points.
+// An index is three files: its encoding, the tree and the record. The tree and the record are also
+// files of the layer, so they can be links. The encoding has their digests. It begins with magic.
+// Three sections follow, each a varint length and its bytes: numbers and digests, states, points.
+// The SHA-256 of all this ends it. An index of chunks begins with chunksMagic or sealedMagic, and
+// has points and chunks in place of states and points.
 package blobindex

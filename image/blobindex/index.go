@@ -40,10 +40,10 @@ func (c Compression) String() string {
 	return fmt.Sprintf("compression %d", uint8(c))
 }
 
-// ErrDamaged is wrapped by errors about bytes that are no index, or an inconsistent one.
+// ErrDamaged is wrapped by errors about bytes that are no index, or an inconsistent index.
 var ErrDamaged = errors.New("index of a blob is damaged")
 
-// ErrMismatch is wrapped by the error about bytes that are not those of the blob.
+// ErrMismatch is wrapped by the error if bytes are not the blob's bytes.
 var ErrMismatch = errors.New("the bytes are not those of the blob")
 
 func damaged(format string, args ...any) error {
@@ -58,10 +58,10 @@ type Index struct {
 	TarSize  int64
 	Kind     Compression
 
-	// States are the states of the blob's SHA-256 after each Grid bytes. The state at the start
-	// and the one at the blob's end are not among them.
+	// States are the states of the blob's SHA-256 after each Grid bytes. The states at the start
+	// and at the end of the blob are left out.
 	States []State
-	// Points are in the order of the blob. The first is at its start.
+	// Points are in the order of the blob. The first point is at the blob's start.
 	Points []Point
 
 	// Chunks, if there are any, replace the States: see OfChunks.
@@ -78,7 +78,7 @@ type Index struct {
 	Record []byte // the record of the layer's tar (package tarsplit)
 }
 
-// Summary is what else the record of the layer needs (unpack.Summary).
+// Summary has further fields of the layer's record (unpack.Summary).
 type Summary struct {
 	Bytes, Inodes uint64 // disk usage of the complete layer
 	Opaque        bool
@@ -109,7 +109,7 @@ type Span struct {
 	OutSize int64 // bytes of the tar
 }
 
-// SetFiles sets Tree and Record. The error wraps ErrDamaged if they are others than those of the
+// SetFiles sets Tree and Record. The error wraps ErrDamaged if they do not have the digests in the
 // index.
 func (x *Index) SetFiles(tree, record []byte) error {
 	if digest.FromBytes(tree) != x.TreeDigest || digest.FromBytes(record) != x.RecordDigest {
@@ -138,14 +138,15 @@ func (x *Index) SpanAt(offset int64) int {
 }
 
 // GridRange returns the smallest range of the blob that has the spans from first to last and can be
-// verified. Both are included. The range may be empty: a span can have no bytes of the blob.
+// verified. Both are included. The range may be empty, because a span can have no bytes of the
+// blob.
 //
-// An index of chunks has no grid. The range is that of the spans alone.
+// An index of chunks has no grid, so the range is that of the spans.
 func (x *Index) GridRange(first, last int) (offset, size int64) {
 	begin, end := x.Points[first].In, x.Span(last)
 	if x.OfChunks() {
 		if x.Points[first].Bits > 0 {
-			begin-- // the byte with these bits: no other place has it
+			begin-- // the byte with these bits is in no other place
 		}
 		return begin, end.In + end.InSize - begin
 	}

@@ -8,8 +8,9 @@ import (
 	"sync/atomic"
 )
 
-// SpanFor returns the least distance of two points in the tar of a blob, in bytes. A point takes
-// about 12 KB, and large layers should not have the largest part of all indexes.
+// SpanFor returns the least distance between two points in the tar of a blob, in bytes. A point
+// takes about 12 KB. So the distance is larger for large layers, which would otherwise fill the
+// space for indexes.
 func SpanFor(blobSize int64) int64 {
 	span := int64(minSpanFor)
 	for size := int64(1 << 30); blobSize > size && span < maxSpanFor; size *= 4 {
@@ -18,8 +19,9 @@ func SpanFor(blobSize int64) int64 {
 	return span
 }
 
-// Limits of SpanFor. The indexes of the image of BenchmarkPullWithIndexes, 628 MB, have 1.2 % of
-// its size with 2 MiB, 0.6 % with 4 MiB. A reader of missing bytes waits for a whole span.
+// Limits of SpanFor. The image of BenchmarkPullWithIndexes has 628 MB. Its indexes have 1.2 % of
+// this size if the distance is 2 MiB, and 0.6 % if it is 4 MiB. A reader of missing bytes waits for
+// a whole span.
 const (
 	minSpanFor = 3 << 20
 	maxSpanFor = 12 << 20
@@ -64,8 +66,8 @@ func (r *Recorder) Wants(out int64) bool {
 
 func (r *Recorder) recording() bool { return r.err == nil && !r.dropped.Load() }
 
-// Start records the start of a gzip member or a zstd frame, or a place in a tar that is not
-// compressed, if there should be a point.
+// Start records a point, if it is due: the start of a gzip member or zstd frame, or a place in an
+// uncompressed tar.
 func (r *Recorder) Start(in, out int64) {
 	if r.Wants(out) {
 		r.add(Point{In: in, Out: out, Start: true})
@@ -86,7 +88,7 @@ func (r *Recorder) Block(p Point) {
 	r.add(p)
 }
 
-// add writes a point. It gives up at a point that no index can have: the span before is too long.
+// add writes a point. It gives up if the span before the point is too long for an index.
 func (r *Recorder) add(p Point) {
 	if r.err == nil {
 		r.err = p.check()

@@ -9,18 +9,18 @@ import (
 // sealedMagic begins an encoded index with seals. Its number is the version of the format.
 const sealedMagic = "berth sealed index 1\n"
 
-// Seal is the SHA-256 of what the blob has of a span, from the byte before In on if the point has
-// Bits. The zero Seal is that of a span without bytes of the tar, which nothing decompresses.
+// Seal is the SHA-256 of a span's bytes in the blob. They begin with the byte before In if the
+// point has Bits. If a span has no bytes of the tar, its Seal is zero, and it is never
+// decompressed.
 type Seal [sha256.Size]byte
 
-// Sealed reports whether the index has a Seal for each span. It is one of chunks, too, but its
+// Sealed reports whether the index has a Seal for each span. It is also an index of chunks, but its
 // chunks have no digests, and its points may have a Window and Bits. The Byte of its points is
-// zero: Opened has the true one.
+// zero. Opened returns the true Byte.
 func (x *Index) Sealed() bool { return len(x.Seals) > 0 }
 
-// Opened verifies what the blob has of a span of a sealed index: the bytes of GridRange. It returns
-// the point with its Byte, and the bytes from In on. The error wraps ErrMismatch if the blob has
-// other bytes.
+// Opened verifies the bytes of a span in the blob, which GridRange describes. It returns the point
+// with its Byte, and the bytes from In on. The error wraps ErrMismatch if the bytes are wrong.
 func (x *Index) Opened(i int, raw []byte) (Point, []byte, error) {
 	p := x.Points[i]
 	if seal := x.Seals[i]; seal != (Seal{}) && sha256.Sum256(raw) != seal {

@@ -13,8 +13,8 @@ import (
 // State is the state of a SHA-256 after a multiple of its block size.
 type State [sha256.Size]byte
 
-// The binary form of a crypto/sha256 hash: this, the state, the block that is not full yet, the
-// length.
+// The binary form of a crypto/sha256 hash has four parts: this text, the state, the incomplete
+// block, and the length.
 const (
 	hashMagic  = "sha\x03"
 	hashBinary = len(hashMagic) + sha256.Size + sha256.BlockSize + 8
@@ -101,12 +101,12 @@ func (h *Hash) States(size int64) ([]State, error) {
 	return h.states[:n:n], nil
 }
 
-// statesOf returns the number of states of a blob: none at its start and at its end.
+// statesOf returns the number of states of a blob. There is no state at its start and at its end.
 func statesOf(size int64) int { return int(max(size-1, 0) / Grid) }
 
-// Verify checks that p are the bytes of the blob at an offset. Offset and end are on the grid, or
-// the end is the blob's. The error wraps ErrMismatch if the bytes are others. Verify accepts all
-// bytes if the index is one of chunks: see VerifySpan.
+// Verify checks that p are the bytes of the blob at an offset. The offset is on the grid, and the
+// end is on the grid or is the blob's end. The error wraps ErrMismatch if the bytes are wrong. For
+// an index of chunks, Verify accepts all bytes: see VerifySpan.
 func (x *Index) Verify(offset int64, p []byte) error {
 	if x.OfChunks() {
 		return nil

@@ -25,8 +25,8 @@ const (
 	indexFile  = "index"
 	treeFile   = "tree"
 	recordFile = "tar"
-	// registriesFile has a line for each registry. It is not a part of the index: without it,
-	// nobody may use the index.
+	// registriesFile has a line for each registry. It is not a part of the index. If it is missing,
+	// no pull may use the index.
 	registriesFile = "registries"
 	// profileFile has the spans that processes have waited for, as JSON.
 	profileFile = "profile"
@@ -59,8 +59,9 @@ type entry struct {
 	registries []string
 }
 
-// Open opens the store and creates its directory if needed. It removes what a crash has left, and
-// the least recently used indexes if there are more than maxBytes of them. With 0 it keeps none.
+// Open opens the store and creates its directory if needed. It removes what a crash has left. If
+// all indexes together exceed maxBytes, it removes the least recently used ones. If maxBytes is 0,
+// it keeps none.
 func Open(dir string, maxBytes int64, log *slog.Logger) (*Store, error) {
 	s := &Store{dir: dir, max: maxBytes, log: log, entries: map[digest.Digest]*entry{}}
 	if err := os.MkdirAll(dir, 0o700); err != nil {
@@ -183,7 +184,7 @@ func (s *Store) Has(blob digest.Digest) bool {
 	return s.entries[blob] != nil
 }
 
-// Usage returns the number of indexes and the bytes of their files, those of links included.
+// Usage returns the number of indexes and the bytes of their files, including linked files.
 func (s *Store) Usage() (indexes int, bytes int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -269,8 +270,8 @@ func (s *Store) write(blob digest.Digest, encoded []byte, tree, record string) (
 	return nil
 }
 
-// begin marks an index as busy. It returns false if it is busy already, or if it exists and should
-// be new, or the reverse.
+// begin marks an index as busy. It returns false if the index is busy already. It also returns
+// false if the index exists but should be new, or should exist but does not.
 func (s *Store) begin(blob digest.Digest, isNew bool) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -286,7 +287,7 @@ func (s *Store) begin(blob digest.Digest, isNew bool) bool {
 	return true
 }
 
-// end ends what begin has begun. size is that of the index, 0 if there is none.
+// end reverts begin. size is the size of the index, 0 if there is none.
 func (s *Store) end(blob digest.Digest, size int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -299,7 +300,7 @@ func (s *Store) end(blob digest.Digest, size int64) {
 }
 
 // makeRoom removes the least recently used indexes until another n bytes are within the limit. It
-// reports whether they are.
+// reports whether that succeeded.
 func (s *Store) makeRoom(n int64) bool {
 	if n > s.max {
 		return false
@@ -334,7 +335,7 @@ func (s *Store) oldest() (oldest digest.Digest) {
 const maxProfile = 4096
 
 // Profile returns the spans of a blob that processes have waited for, in the order of their first
-// accesses; nil if there is no index of the blob, or no profile.
+// accesses. It returns nil if the blob has no index or no profile.
 func (s *Store) Profile(blob digest.Digest) (spans []int) {
 	f, err := os.Open(filepath.Join(s.dir, blob.Encoded(), profileFile))
 	if err != nil {
@@ -342,13 +343,13 @@ func (s *Store) Profile(blob digest.Digest) (spans []int) {
 	}
 	defer f.Close() // read only
 	if json.NewDecoder(io.LimitReader(f, maxProfile*12)).Decode(&spans) != nil {
-		return nil // it is not synced; another one will come
+		return nil // the file is not synced, because a later pull writes it again
 	}
 	return spans[:min(len(spans), maxProfile)]
 }
 
-// AddProfile adds spans to the profile of a blob. A blob without an index, or with one that is in
-// use, has none.
+// AddProfile adds spans to the profile of a blob. It does nothing if the blob has no index, or if
+// the index is in use.
 func (s *Store) AddProfile(blob digest.Digest, spans []int) error {
 	all := s.Profile(blob)
 	known := len(all)
@@ -375,7 +376,7 @@ func (s *Store) AddProfile(blob digest.Digest, spans []int) error {
 	return nil
 }
 
-// Remove removes the index of a blob. One that is missing or in use is no error.
+// Remove removes the index of a blob. It is no error if the index is missing or in use.
 func (s *Store) Remove(blob digest.Digest) error {
 	if !s.begin(blob, false) {
 		return nil
@@ -482,8 +483,8 @@ func read(dir string, blob digest.Digest) (*Index, error) {
 	return x, x.SetFiles(files[1], files[2])
 }
 
-// Inspect reads all indexes below a directory without changing anything. It returns those that are
-// damaged, with the reason, by path. The store may be open.
+// Inspect reads all indexes below a directory without changing anything. It returns the damaged
+// indexes with the reason, by path. The store may be open.
 func Inspect(dir string) (damaged map[string]error, err error) {
 	found, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {

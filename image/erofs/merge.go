@@ -18,10 +18,10 @@ const (
 	// MaxMemory limits the memory for merging the layers of one image, and of all concurrent merges
 	// of a Merger. It suffices for 140,000 files.
 	MaxMemory = 64 << 20
-	// maxTreeBytes limits the trees of one image on disk, because of their names and extended
-	// attributes.
+	// maxTreeBytes limits the total size of the tree files of one image. Their names and extended
+	// attributes take memory beside that of the nodes.
 	maxTreeBytes = 64 << 20
-	// usualMemory is the memory of most trees for each byte on disk. Whiteouts take ten times as
+	// usualMemory is the memory of most trees for each byte on disk. A whiteout takes ten times as
 	// much.
 	usualMemory = 16
 	leastMemory = 64 << 10 // small trees take more than usualMemory
@@ -49,7 +49,7 @@ func (m *Merger) Memory() int64 { return m.most }
 
 // Merge merges layers, lowest first, as tree.Merger does, and writes the image. It returns the
 // indexes of the layers whose data the image refers to: its devices, in order. It waits for memory
-// that other merges use. pay is tree.Merger's. The error is tree.ErrTooLarge for too many or too
+// that other merges use. See tree.Merger for pay. The error is tree.ErrTooLarge for too many or too
 // long names or attributes, and ctx's cause when ctx is done.
 func (m *Merger) Merge(
 	ctx context.Context, out io.Writer, layers []Files, pay func(steps int) error,

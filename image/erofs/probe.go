@@ -19,8 +19,8 @@ const probeContent = "berth"
 // its file, puts an overlay on it and reads a file. The files have no names and the mounts are
 // detached, so nothing is left behind. The kernel must mount EROFS from files (Linux 6.12) on dir's
 // filesystem (not a tmpfs), and put an overlay on a detached mount (Linux 6.15). Otherwise the
-// error is errors.ErrUnsupported. Any other error is a lack of space, descriptors or memory and
-// leaves the question open.
+// error is errors.ErrUnsupported. Any other error is a lack of space, descriptors or memory. Then
+// the support is unknown.
 func Probe(dir string) error {
 	if err := probe(dir); err != nil {
 		return fmt.Errorf("probe EROFS in %s: %w", dir, err)
@@ -33,7 +33,7 @@ func probe(dir string) error {
 	if err != nil {
 		return err
 	}
-	defer image.Close() // which deletes it
+	defer image.Close() // which deletes the file
 	data, err := unnamed(dir)
 	if err != nil {
 		return err
@@ -64,8 +64,8 @@ func probe(dir string) error {
 	return err
 }
 
-// judge marks the errors of a kernel without support. The image is valid, so a kernel that rejects
-// it does not support its format.
+// judge adds errors.ErrUnsupported to the errors of a kernel without support. The image is valid,
+// so a kernel that rejects it does not support its format.
 func judge(err error) error {
 	for _, cannot := range []error{unix.ENODEV, unix.ENOSYS, unix.EOPNOTSUPP, unix.ENOTBLK, unix.EINVAL} {
 		if errors.Is(err, cannot) && !errors.Is(err, errors.ErrUnsupported) {

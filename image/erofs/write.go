@@ -33,7 +33,7 @@ const (
 	incompatChunk = 0x4
 	incompatDevs  = 0x8
 
-	inodeSize     = 64 // of an extended one
+	inodeSize     = 64 // of an extended inode
 	extended      = 1
 	layoutPlain   = 0 << 1
 	layoutInline  = 2 << 1
@@ -48,7 +48,7 @@ const (
 	xattrHeader   = 12
 	xattrEntry    = 4
 	xattrAlign    = 4
-	maxInlineTail = blockSize / 2 // longer ones would leave too much empty space before them
+	maxInlineTail = blockSize / 2 // longer tails would leave too much empty space before them
 )
 
 // fileTypes are the types in directory entries.
@@ -72,7 +72,7 @@ type inode struct {
 	xattrs int   // bytes of extended attributes
 	layout uint16
 	size   int64
-	blocks int64 // of a directory or a target, that are not beside the inode
+	blocks int64 // of a directory or a symlink target, that are not beside the inode
 	at     int64 // the first of them
 	kids   []kid // of a directory, sorted by name
 }
@@ -167,13 +167,13 @@ func (p *plan) add(n *tree.Node, parent *inode) (*inode, error) {
 	if parent == nil {
 		i.kids[1].to = i
 	} else {
-		i.links++ // "." of its own; the name in parent counts already
+		i.links++ // the entry "."; the name in parent was counted
 	}
 	slices.SortFunc(i.kids, func(a, b kid) int { return strings.Compare(a.name, b.name) })
 	return i, nil
 }
 
-// place decides where each inode goes, and then where the blocks go that are not beside one.
+// place decides where each inode goes. Then it places the blocks that are not beside an inode.
 func (p *plan) place() {
 	pos := roundUp(superOffset+superSize+deviceSize*int64(len(p.devices)), blockSize)
 	for _, i := range p.inodes {
@@ -234,8 +234,8 @@ func (i *inode) placeTail(pos, head int64) int64 {
 	return pos + head
 }
 
-// chunkBits returns the chunk size of a file. It is one chunk, unless it has holes or exceeds the
-// largest chunk.
+// chunkBits returns the chunk size of a file. A file is one chunk, unless it has holes or exceeds
+// the largest chunk.
 func (i *inode) chunkBits() (bits uint8) {
 	if len(i.Data.Holes) > 0 {
 		return i.Data.ChunkBits
@@ -252,7 +252,7 @@ func (i *inode) chunks() int64 {
 }
 
 // dirBlocks divides the entries of a directory into blocks and calls do, if not nil, with each. It
-// returns the number of blocks and the size of the last.
+// returns the number of blocks and the size of the last block.
 func (i *inode) dirBlocks(do func(kids []kid)) (blocks, last int64) {
 	first := 0
 	for n, k := range i.kids {
@@ -337,7 +337,8 @@ func (w *writer) super(p *plan) {
 	for n, blocks := range p.devices {
 		le.PutUint32(s[superSize+deviceSize*n+64:], uint32(blocks))
 	}
-	// CRC-32C from all ones, without the inversion at the end (erofs_superblock_csum_verify).
+	// CRC-32C that begins with all bits set, and is not inverted at the end
+	// (erofs_superblock_csum_verify).
 	le.PutUint32(s[4:], ^crc32.Checksum(b[superOffset:blockSize], crc32.MakeTable(crc32.Castagnoli)))
 	w.bytes(b)
 }

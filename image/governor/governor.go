@@ -4,7 +4,7 @@
 //
 // All pulls share one limit: the configured bandwidth. The limit shrinks while pods wait longer for
 // the disk or for memory than before the pulls, and grows again afterwards. It never falls below
-// Slowest, so no transfer stalls.
+// Slowest, because slower transfers would count as stalled.
 //
 // Pods may also wait for reasons of their own. If they still wait after settleTime at the lowest
 // limit, pulls are not the cause. Then this level counts as normal, and the limit grows.
@@ -30,14 +30,15 @@ const (
 	Slowest = 1 << 20
 	// burst is the number of bytes that may pass at once.
 	burst = 256 << 10
-	// period is the time between two looks at the pressure.
+	// period is the time between two readings of the pressure.
 	period = time.Second
 	// settleTime is how long the lowest limit must have had no effect before the pressure counts as
 	// normal.
 	settleTime = 10 * time.Second
 	// recovery is the growth of the limit in a period without pressure.
 	recovery = 1.5
-	// enough is how many times the rate before the limit the limit must be, until it is lifted.
+	// enough is a factor: the limit is lifted when it is this many times the rate before the limit
+	// shrank.
 	enough = 4
 )
 
@@ -57,7 +58,7 @@ type Config struct {
 	// Pressure returns the pressure of pods by resource. It may read files. nil or an empty result:
 	// unknown, so only Bandwidth counts.
 	Pressure func() map[string]Pressure
-	// Changed is called when the limit changes, in bytes a second; 0: no limit. nil: not called.
+	// Changed, if not nil, is called when the limit changes, with bytes a second; 0: no limit.
 	Changed func(limit int64)
 	Now     func() time.Time // nil: time.Now
 }
@@ -82,10 +83,10 @@ type Governor struct {
 	// +checklocks:mu
 	before float64 // bytes a second before the limit shrank; 0: it has not
 	// +checklocks:mu
-	lowest time.Time // since when the limit is Slowest; zero: it is higher
+	lowest time.Time // when the limit fell to Slowest; zero: it is higher
 }
 
-// look is one look at the pressure.
+// look is one reading of the pressure.
 type look struct {
 	at       time.Time
 	passed   int64
@@ -181,8 +182,8 @@ func (g *Governor) Limit() int64 {
 	return 0
 }
 
-// adapt changes the limit if a period has passed since the last look. Another reader may do so at
-// the same time; then it does nothing.
+// adapt changes the limit if a period has passed since the last reading of the pressure. It does
+// nothing while another reader does this.
 func (g *Governor) adapt() {
 	if g.cfg.Rise <= 0 || g.cfg.Pressure == nil || !g.looking.CompareAndSwap(false, true) {
 		return
@@ -265,7 +266,7 @@ func (g *Governor) look() look {
 	return l
 }
 
-// recent returns the highest share of the last seconds.
+// recent returns the highest share of the last ten seconds.
 func recent(pressure map[string]Pressure) (share float64) {
 	for _, p := range pressure {
 		share = max(share, p.Recent)
@@ -273,8 +274,8 @@ func recent(pressure map[string]Pressure) (share float64) {
 	return share
 }
 
-// waitedShare returns the highest share of time between two looks. A resource that one of them does
-// not have is ignored.
+// waitedShare returns the highest share of time between two readings. It ignores a resource that is
+// missing in one of them.
 func waitedShare(from, to map[string]Pressure, seconds float64) (share float64) {
 	for name, now := range to {
 		before, ok := from[name]

@@ -21,7 +21,7 @@ import (
 // treeDir is the subdirectory of a layer's directory with its files.
 const treeDir = "fs"
 
-// Unpacker has the contract of unpack.Layer. It may stop a blob that is an unpack.Stopper.
+// Unpacker does what unpack.Layer does. If the blob is an unpack.Stopper, it may stop the blob.
 type Unpacker func(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error)
 
 // Directory is a Joiner. It stores a layer as a directory tree in the form of overlayfs (package
@@ -134,7 +134,7 @@ func makeTree(dir string) (*os.File, error) {
 	return safefs.OpenRoot(path)
 }
 
-// blame adds the code InvalidArgument to an error that the tar caused.
+// blame adds the code InvalidArgument to an error if the tar has caused it.
 func blame(err error) error {
 	if errdefs.Code(err) == codes.Unknown && unpack.IsTarsFault(err) {
 		return errdefs.InvalidArgument("%w", err)

@@ -8,9 +8,9 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Effort limits the work for stacking one image in the daemon, and ends with a context. Without it
-// a hard link's path could contain forty symlinks of a thousand names, each searched in hundreds of
-// layers. Its methods may be called concurrently.
+// Effort limits the work for stacking one image in the daemon, and ends with a context. A hard
+// link's path may contain forty symlinks of a thousand names, and each name may be searched in
+// hundreds of layers. Its methods may be called concurrently.
 type Effort struct {
 	ctx  context.Context
 	left atomic.Int64
@@ -18,8 +18,8 @@ type Effort struct {
 
 // Costs, in units of about a microsecond.
 const (
-	allEffort  = 32 << 20 // of an image: under a minute of CPU time, up to four million lookups
-	longEffort = 1 << 16  // a check for a join that costs more is recorded
+	allEffort  = 32 << 20 // the limit for an image: under a minute of CPU time, up to four million lookups
+	longEffort = 1 << 16  // the result of a check that costs more is recorded
 	stepEffort = 1        // a cached name
 	openEffort = 8        // opening a directory and looking up a name in it
 )

@@ -34,7 +34,7 @@ const newFile = os.O_RDWR | os.O_CREATE | os.O_EXCL
 // directories.
 var ErrTooLarge = errors.New("too large for an EROFS image")
 
-// Packer has the contract of unpack.Pack. It may stop a blob that is an unpack.Stopper.
+// Packer does what unpack.Pack does. If the blob is an unpack.Stopper, it may stop the blob.
 type Packer func(ctx context.Context, data, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error)
 
 // EROFS is a Merger. It stores a layer as two files: the content of all its files, and its tree. It
@@ -118,7 +118,7 @@ func (e *EROFS) TreeDigest(ctx context.Context, dir string, most int64) (digest.
 }
 
 // treeDigest reads the tree file. It checks the size first, because a compromised process could
-// have made the file arbitrarily long with holes.
+// have made the file very long with holes.
 func treeDigest(ctx context.Context, f *os.File, most int64) (digest.Digest, error) {
 	st, err := f.Stat()
 	if err != nil {

@@ -15,7 +15,7 @@ import (
 type File struct {
 	Path    string // relative and clean
 	Size    int64
-	Content io.Reader // Size bytes; an unpack.Stopper if its Read may wait
+	Content io.Reader // Size bytes; implements unpack.Stopper if its Read may wait
 }
 
 const (
@@ -28,7 +28,7 @@ const (
 func (f File) tar() (io.Reader, int64, error) {
 	var head bytes.Buffer
 	err := tar.NewWriter(&head).WriteHeader(&tar.Header{
-		Typeflag: tar.TypeReg, Name: "./" + f.Path, // so that no path looks like the magic number of a compressed tar
+		Typeflag: tar.TypeReg, Name: "./" + f.Path, // so that the tar never begins like a compressed tar
 		Size: f.Size, Mode: 0o644, ModTime: time.Unix(0, 0),
 	})
 	if err != nil {
@@ -50,8 +50,8 @@ type stoppable struct {
 	unpack.Stopper
 }
 
-// exactly reads to the end of a reader, which must have the given length. io.LimitReader would not
-// read the end, where a blob verifies its digest.
+// exactly reads to the end of a reader, which must have the given length. An io.LimitReader would
+// not read to io.EOF, where a blob verifies its digest.
 type exactly struct {
 	from io.Reader
 	left int64

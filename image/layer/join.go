@@ -18,12 +18,11 @@ import (
 
 // Join implements Joiner. The join is mounted right above top. It contains
 //
-//   - the hard links of top with a target in a layer below, as further names of the
-//     file there. Layers share a filesystem and never change, so nothing is copied
-//     and inode numbers are equal;
-//   - the directories that top's tar does not list and that have attributes in a
-//     layer below other than 0755 root:root. overlayfs shows the attributes of the
-//     topmost layer: a layer with only "tmp/x" would drop the sticky bit of /tmp;
+//   - the hard links of top whose target is in a layer below, as further names of that file. Layers
+//     share a filesystem and never change, so nothing is copied, and inode numbers are equal;
+//   - the directories that top's tar does not list, if a layer below gives them other attributes
+//     than 0755 root:root. overlayfs shows the attributes of the topmost layer, so a layer with
+//     only "tmp/x" would drop the sticky bit of /tmp;
 //   - the parents of these, with unchanged attributes.
 func (d *Directory) Join(effort *Effort, dir string, top Part, below []string) (Usage, bool, error) {
 	j := &joiner{effort: effort, made: map[string]bool{}, inherits: map[string]int{}}
@@ -88,7 +87,8 @@ func (j *joiner) close() {
 	}
 }
 
-// inherit records the layer below that has the attributes of an implied directory, if they differ.
+// inherit records which layer below gives the attributes of an implied directory, if they differ
+// from the default.
 func (j *joiner) inherit(name string, opaque bool) error {
 	if opaque && name != "" {
 		return nil // top hides everything below except the root itself
@@ -146,7 +146,7 @@ type dirAttributes struct {
 	xattrs map[string]string
 }
 
-// equal ignores times: each added entry changes them.
+// equal ignores times, because each added entry changes them.
 func (a dirAttributes) equal(b dirAttributes) bool {
 	if a.st.Mode != b.st.Mode || a.st.Uid != b.st.Uid || a.st.Gid != b.st.Gid || len(a.xattrs) != len(b.xattrs) {
 		return false
@@ -239,7 +239,7 @@ func (j *joiner) directory(name string) (*safefs.Dir, error) {
 	return d, nil
 }
 
-// setAttributes sets the attributes of a directory of the join: the inherited ones, or those of the
+// setAttributes sets the attributes of a directory of the join. They are inherited, or those of the
 // directory in top.
 func (j *joiner) setAttributes(d *safefs.Dir) error {
 	a, err := j.attributes(j.inherits[d.Path()], d.Path()) // 0 is top
@@ -282,8 +282,8 @@ func (j *joiner) setTimes(t dirTimes) error {
 	return err
 }
 
-// link creates a hard link to a file of a layer below. If none has the file, all layers are
-// searched: the path may lead through a symlink of top, or the tar may list the link before its
+// link creates a hard link to a file of a layer below. If none has the file, it searches all
+// layers. The path may lead through a symlink of top, or the tar may list the link before its
 // target.
 func (j *joiner) link(name, target string) error {
 	f, err := j.below.resolve(target)

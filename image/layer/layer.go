@@ -3,9 +3,9 @@
 // # Contract
 //
 // A layer is created from its blob alone. So the layers of an image can be created concurrently in
-// any order, and images share a layer. A layer becomes visible when it is complete, its diffID (the
-// digest of its uncompressed tar, OCI image-spec "config.md") matches and its data is on stable
-// storage. A crash leaves a whole layer or none.
+// any order, and images share a layer. A layer becomes visible when it is complete, its diffID
+// matches and its data is on stable storage. The diffID is the digest of the uncompressed tar (OCI
+// image-spec "config.md"). A crash leaves a whole layer or none.
 //
 // A layer's name is made of the digests of its blob and its tar (Source). A blob could compromise
 // the process that unpacks it, which could then report a false tar digest or write other files. So
@@ -13,20 +13,20 @@
 // two layers. Layers of berth up to 0.2.0 have their diffID as name and serve the images recorded
 // then.
 //
-// Two properties of a layer depend on the layers below: the targets of some hard links, and the
+// Two properties of a layer depend on the layers below it: the targets of some hard links, and the
 // attributes of directories that its tar does not list. Stack resolves them for a chain of layers.
-// For directories it creates joins. A join is a small extra layer, mounted right above the layer
-// that needs it, which joins that layer to the layers below: it contains those hard links and
-// directories. For EROFS it merges the chain into one image.
+// For the directory driver it creates joins. A join is a small extra layer that contains such hard
+// links and directories. It is mounted directly above the layer that needs it. For the EROFS
+// driver, Stack merges the chain into one image.
 //
-// Drivers define how a layer is stored: NewDirectory as a directory tree for overlayfs, NewEROFS as
-// a data file and a tree file, the input of an EROFS image.
+// A driver defines how a layer is stored. NewDirectory stores a directory tree for overlayfs.
+// NewEROFS stores a data file and a tree file, from which an EROFS image is made.
 //
 // # On disk
 //
 //	<root>/layers/<hex name>/      a layer: the driver's files, and layer.json
 //	<root>/joins/<hex chainID>/    a join or a merged image: the driver's files, and layer.json
-//	<root>/lazy/<hex name>/        an incomplete layer (OpenLazy), with package lazy's files, an index, a TOC
+//	<root>/lazy/<hex name>/        an incomplete layer (OpenLazy), with package fill's files, an index, a TOC
 //	<root>/{layers,joins,lazy}/set-aside/  unusable layers that may be mounted, see DropSetAside
 //	<root>/empty-<kind>/           an empty layer
 //	<root>/tmp/                    layers under construction; the next Open deletes them
@@ -34,10 +34,10 @@
 //
 // # Errors
 //
-// Errors of this package carry a gRPC code: InvalidArgument for a tar that is no valid layer,
-// FailedPrecondition if it exceeds its limits, ResourceExhausted if it would use the disk's
-// reserve, DataLoss for a wrong diffID, NotFound for a missing layer. Errors of the caller's reader
-// are passed on.
+// Errors of this package carry a gRPC code. It is InvalidArgument for a tar that is no valid layer,
+// FailedPrecondition if the layer exceeds its limits, and ResourceExhausted if it would use the
+// disk's reserve. It is DataLoss for a wrong diffID, and NotFound for a missing layer. Errors of
+// the caller's reader are returned as they are.
 package layer
 
 import (
@@ -57,8 +57,8 @@ import (
 )
 
 // Driver stores layers in one form. It is a Joiner or a Merger. The Store calls its methods
-// concurrently for different directories. Each directory belongs to the Store: its mode is 0700,
-// all are on one filesystem, and the file layer.json in it is the Store's.
+// concurrently for different directories. Each directory belongs to the Store. Its mode is 0700,
+// all are on one filesystem, and the Store uses the file layer.json in it.
 type Driver interface {
 	// Kind returns the form.
 	Kind() rootfs.Kind
@@ -96,9 +96,9 @@ type Merger interface {
 	Driver
 
 	// Merge writes the image of a chain of layers into the empty directory dir. chain lists the
-	// layers' directories, lowest first. used lists the indexes of the layers whose data the image
-	// refers to. Merge pays effort for its work. Errors: InvalidArgument for a hard link without a
-	// target, FailedPrecondition if the effort does not suffice.
+	// layers' directories, lowest first. used lists the positions in chain of the layers whose data
+	// the image refers to. Merge pays effort for its work. Errors: InvalidArgument for a hard link
+	// without a target, FailedPrecondition if the effort does not suffice.
 	Merge(effort *Effort, dir string, chain []string) (_ Usage, used []int, err error)
 
 	// Image returns the layer to mount for the image in dir. data lists the directories of the
@@ -106,8 +106,9 @@ type Merger interface {
 	Image(dir string, data []string) rootfs.Layer
 
 	// TreeDigest returns the digest of the tree file of the layer in dir. The tree file contains
-	// all but the content of files, which checksum.Sum covers. A tree file of more than limit bytes
-	// is FailedPrecondition, because the process that wrote it may have been compromised.
+	// everything except the content of files, which checksum.Sum covers. A tree file of more than
+	// limit bytes is FailedPrecondition, because the process that wrote it may have been
+	// compromised.
 	TreeDigest(ctx context.Context, dir string, limit int64) (digest.Digest, error)
 }
 
@@ -126,7 +127,7 @@ type Source struct {
 	DiffID digest.Digest `json:"tar,omitempty"`  // the uncompressed tar
 }
 
-// Name returns the layer's name in a Store. For a Source without Blob that is its diffID.
+// Name returns the layer's name in a Store. If Blob is empty, the name is the diffID.
 func (s Source) Name() digest.Digest {
 	if s.Blob == "" {
 		return s.DiffID
@@ -156,18 +157,18 @@ type Info struct {
 	TarBytes int64       `json:"tarBytes"` // length of the tar
 	Kind     rootfs.Kind `json:"kind"`
 	unpack.Summary
-	// Tree is the digest of the tree file of a Merger. It covers what Sum omits: times and
-	// extended attributes.
+	// Tree is the digest of the tree file of a Merger. It also covers times and extended
+	// attributes, which Sum omits.
 	Tree digest.Digest `json:"tree,omitempty"`
 	// Numbers of Links and Implied in the record.
 	PendingLinks int `json:"pendingLinks,omitempty"`
 	ImpliedDirs  int `json:"impliedDirs,omitempty"`
-	// TarDigest is the digest of the tar if that is not DiffID, see Store.CreateFile.
+	// TarDigest is the digest of the tar if it differs from DiffID, see Store.CreateFile.
 	TarDigest digest.Digest `json:"tarDigest,omitempty"`
 	// Record is the length of the record of the tar, in bytes; 0: the tar cannot be restored.
 	Record int64 `json:"record,omitempty"`
-	// Incomplete: the layer can be used, but parts of its content are not there yet. The usage is
-	// that of the complete layer.
+	// Incomplete means that the layer can be used, but parts of its content are missing. The usage
+	// is already the usage of the complete layer.
 	Incomplete bool `json:"-"`
 }
 
@@ -179,7 +180,7 @@ func (i Info) check(dir string) error {
 	return nil
 }
 
-// mayNeedJoin reports whether the layer may need a join. lowest: it is the lowest layer.
+// mayNeedJoin reports whether the layer may need a join. lowest says that it is the lowest layer.
 func (i Info) mayNeedJoin(lowest bool) bool {
 	return i.PendingLinks > 0 || i.ImpliedDirs > 0 && !lowest
 }
@@ -194,7 +195,7 @@ type layerRecord struct {
 // join describes a join, or the merged image of a chain. It is also the record on disk.
 type join struct {
 	ChainID digest.Digest   `json:"chainID"`
-	Layers  []digest.Digest `json:"layers"` // names of the chain's layers; the join is removed as soon as one of them is
+	Layers  []digest.Digest `json:"layers"` // names of the chain's layers; the join is removed with the first of them
 	Kind    rootfs.Kind     `json:"kind"`
 	Usage   Usage           `json:"usage"`
 	Empty   bool            `json:"empty,omitempty"` // the chain needs no join; recorded if the check was expensive

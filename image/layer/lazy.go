@@ -28,7 +28,8 @@ import (
 )
 
 const (
-	// lazyDir has the incomplete layers. Versions of berth that cannot fill them do not look there.
+	// lazyDir has the incomplete layers. Versions of berth that cannot fill incomplete layers do
+	// not read this directory.
 	lazyDir = "lazy"
 	// indexFile is the index of an incomplete layer's blob.
 	indexFile = "index"
@@ -41,14 +42,14 @@ type Lazy struct {
 	// Fill returns the Filler of a layer that an earlier Store has created. toc is nil if this node
 	// has made the index.
 	Fill func(from Source, x *blobindex.Index, toc *TOC) Filler
-	// Done, if not nil, is called once for each layer: with nil when the layer l is complete, or
-	// with the error DataLoss if it cannot be completed. The latter means that its index is wrong.
-	// The layer exists until it is removed, and reads of its missing content fail. toc is nil if
-	// this node has made the index. Done must not call the Store.
+	// Done, if not nil, is called once for each layer. err is nil if the layer l is complete, and
+	// DataLoss if l cannot be completed because its index is wrong. Such a layer exists until it is
+	// removed, and reads of its missing content fail. toc is nil if this node has made the index.
+	// Done must not call the Store.
 	Done func(from Source, l *fill.Layer, toc *TOC, err error)
 }
 
-// Filler fills one layer. See package lazy.
+// Filler fills one layer. See package fill.
 type Filler struct {
 	Source   fill.Source
 	Inflater func() (fill.Inflater, error)
@@ -63,7 +64,7 @@ func OpenLazy(root string, driver Merger, reserve Reserve, incomplete Lazy, wait
 	return open(root, driver, reserve, &incomplete, waits, log)
 }
 
-// lazyLayers are the incomplete layers of a Store. A nil one is empty.
+// lazyLayers are the incomplete layers of a Store. nil means that there are none.
 type lazyLayers struct {
 	Lazy
 	life *task.Lifetime // of the goroutines that wait for completion
@@ -160,8 +161,8 @@ func (s *Store) Lazy(name digest.Digest) *fill.Layer {
 	return nil
 }
 
-// TOC returns the table of contents that the index of an incomplete layer was made of, or nil if
-// this node has made the index of the whole blob.
+// TOC returns the table of contents from which the index of an incomplete layer was made. It is nil
+// if this node has made the index from the whole blob.
 func (s *Store) TOC(name digest.Digest) *TOC {
 	if l := s.lazy.get(name); l != nil {
 		return l.toc
@@ -192,11 +193,12 @@ func (s *Store) Keep(names []digest.Digest) []*os.File {
 
 // CreateLazy creates a layer from the index of its blob alone. When it returns, the layer is
 // visible and durable and can be used. The Engine fetches its content in the background and where
-// it is read. toc is nil if this node has made the index of the blob. Then a layer that exists,
-// complete or not, is no error. With a toc the error is ErrThere: the table shows nothing about
-// that layer, so the caller checks whether its pull may use it. Errors: FailedPrecondition for a
-// Store without an Engine, InvalidArgument if the index is one of another blob or tar, DataLoss if
-// it is damaged, ResourceExhausted if the disk's reserve would be used.
+// it is read. toc is nil if this node has made the index of the blob. If toc is nil, it is no error
+// that the layer exists, complete or not. Otherwise the error is ErrThere, because the table shows
+// nothing about the existing layer. The caller then checks whether its pull may use the layer. The
+// error is FailedPrecondition if the Store has no Engine, and InvalidArgument if the index belongs
+// to another blob or tar. It is DataLoss if the index is damaged, and ResourceExhausted if the
+// disk's reserve would be used.
 func (s *Store) CreateLazy(ctx context.Context, from Source, x *blobindex.Index, toc *TOC, fill Filler) error {
 	if s.lazy == nil {
 		return errdefs.FailedPrecondition("layer store %s has no engine for incomplete layers", s.root)
@@ -247,8 +249,7 @@ func (s *Store) TOCBytes() int64 {
 	return s.lazy.tocBytes()
 }
 
-// lazyInfo returns the description that the layer has when it is complete, but marked as
-// incomplete.
+// lazyInfo returns the description of the complete layer, with Incomplete set.
 func lazyInfo(from Source, x *blobindex.Index) Info {
 	return Info{Name: from.Name(), Source: from, TarBytes: x.TarSize, Kind: rootfs.EROFS, Incomplete: true,
 		Summary: unpack.Summary{Usage: Usage{Bytes: x.Summary.Bytes, Inodes: x.Summary.Inodes}, Opaque: x.Summary.Opaque,
@@ -323,8 +324,8 @@ func (s *Store) incompleteDir(name digest.Digest) string {
 	return filepath.Join(s.root, lazyDir, name.Encoded())
 }
 
-// awaitComplete waits until a layer is complete, and moves it to the complete ones. After a failure
-// the next Open does it.
+// awaitComplete waits until a layer is complete, and moves it to the complete layers. After a
+// failure the next Open does it.
 func (s *Store) awaitComplete(l *lazyLayer) {
 	ctx := s.lazy.life.Context()
 	select {
@@ -334,7 +335,7 @@ func (s *Store) awaitComplete(l *lazyLayer) {
 	}
 	err := l.Err()
 	if errors.Is(err, fill.ErrClosed) {
-		return // removed; another error counts even then, because the index is wrong
+		return // the layer was removed; other errors count even then, because the index is wrong
 	}
 	if err == nil {
 		settle := func() error { return s.settle(ctx, l) }
@@ -351,8 +352,8 @@ func (s *Store) awaitComplete(l *lazyLayer) {
 
 // settle moves a complete layer to its place.
 //
-// A link takes its old place in the same step. So paths that were built before stay valid, for
-// example of a merge in progress. The next Open removes the link.
+// A symlink takes its old place in the same step, so that existing paths stay valid, for example in
+// a merge in progress. The next Open removes the link.
 func (s *Store) settle(ctx context.Context, l *lazyLayer) error {
 	name := l.from.Name()
 	owned, err := s.layers.Acquire(ctx, name)
@@ -400,8 +401,8 @@ func dropLazyFiles(dir string) (err error) {
 	return err
 }
 
-// forgetLazy ends the filling of a layer that is being removed, or removes the link that a complete
-// one has left.
+// forgetLazy ends the filling of a layer that is being removed. If the layer is complete, it
+// removes the link from settle.
 func (s *Store) forgetLazy(name digest.Digest) error {
 	if l := s.lazy.take(name); l != nil {
 		return l.Close()
@@ -416,8 +417,8 @@ func (s *Store) forgetLazy(name digest.Digest) error {
 }
 
 // Retire sets an incomplete layer aside that cannot be completed (fill.Layer.Err), so that it can
-// be created again. Containers keep the retired one, and reads of its missing content fail. Retire
-// does nothing about other layers.
+// be created again. Containers keep the retired layer, and reads of its missing content fail.
+// Retire leaves other layers as they are.
 func (s *Store) Retire(name digest.Digest) error {
 	l := s.lazy.get(name)
 	if l == nil || l.Err() == nil {
@@ -446,7 +447,7 @@ func (s *Store) Retire(name digest.Digest) error {
 }
 
 // Retired reports whether a layer of a chain was set aside while it was incomplete. Containers may
-// use that one in place of the present one.
+// still use the retired layer and not the present one.
 func (s *Store) Retired(names []digest.Digest) (bool, error) {
 	entries, err := os.ReadDir(filepath.Join(s.root, lazyDir, record.SetAsideDir))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -494,8 +495,8 @@ func (s *Store) dropLinks() error {
 	return nil
 }
 
-// loadLazy adds the incomplete layers to the Engine. Unusable ones are set aside; accesses of their
-// content fail, because containers may run on them. Without an Engine all are discarded.
+// loadLazy adds the incomplete layers to the Engine. It sets unusable layers aside. Containers may
+// run on them, so accesses of their content fail. If there is no Engine, it discards all layers.
 func (s *Store) loadLazy() error {
 	if s.lazy == nil {
 		if _, err := os.Lstat(filepath.Join(s.root, lazyDir)); errors.Is(err, fs.ErrNotExist) {

@@ -87,7 +87,7 @@ func (s *Store) checkKind(kind rootfs.Kind) error {
 }
 
 // loadDir calls load for each entry of a folder and moves unusable entries to the set-aside folder.
-// It fails at an error that does not show that the entry is unusable.
+// It fails if an error leaves open whether the entry is unusable.
 func (s *Store) loadDir(folder string, load func(path string) error) error {
 	entries, err := os.ReadDir(filepath.Join(s.root, folder))
 	if err != nil {

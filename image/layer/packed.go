@@ -9,7 +9,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Packed describes the files of a packed layer, for the index of its blob.
+// Packed describes the files of a packed layer, from which the index of its blob is made.
 type Packed struct {
 	Info
 	TreePath   string // the tree file

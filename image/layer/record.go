@@ -15,7 +15,7 @@ import (
 )
 
 // recordFile is the name of the record in the directory of a layer or join. It has the format of
-// package checkpoint; up to 0.2.0 it was plain JSON.
+// package checkpoint/record. Up to 0.2.0 it was plain JSON.
 const recordFile = "layer.json"
 
 // Kinds and schema version of records.
@@ -55,9 +55,9 @@ func readRecord(dir, kind string, value any) error {
 	return json.Unmarshal(body, value)
 }
 
-// mayBeGood reports whether a record may be valid despite an error of readRecord: memory or
-// descriptors were short, or a newer berth wrote it. Errors of a damaged disk mean that it is
-// invalid.
+// mayBeGood reports whether a record may be valid although readRecord failed. Memory or descriptors
+// may have been short, or a newer berth may have written the record. After an error of a damaged
+// disk it counts as invalid.
 func mayBeGood(err error) bool {
 	var failed *fs.PathError
 	if !errors.As(err, &failed) {

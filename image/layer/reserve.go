@@ -13,7 +13,7 @@ import (
 )
 
 // Reserve is the space that layers leave free on their filesystem for pods, logs and kubelet.
-// Without it the server of a blob would decide how much of the disk it fills. If a field is zero,
+// It prevents that the server of a blob decides how much of the disk it fills. If a field is zero,
 // there is no reserve.
 type Reserve struct {
 	Percent int   // of the filesystem's bytes, and of its inodes
@@ -21,20 +21,19 @@ type Reserve struct {
 
 	Statfs func(path string) (unix.Statfs_t, error) // returns the filesystem's state; nil: statfs(2)
 
-	// Reclaim starts to free space of data that is needed least. It returns the bytes of everything
-	// that is being deleted. It is called before a lack of space is reported; nil: nothing is
-	// freed.
+	// Reclaim, if not nil, is called before a lack of space is reported. It starts to delete the
+	// data that is needed least. It returns the bytes of everything that is being deleted.
 	Reclaim func() (freeing uint64)
 	// Reclaimable returns how many bytes Reclaim can free at the most. It must not be nil if
 	// Reclaim is not.
 	Reclaimable func() uint64
 }
 
-// ClaimError is the error about space that was asked for before any of it was used. The size may be
-// a wrong claim of a manifest.
+// ClaimError says that the space is short for a size that a manifest claims. Nothing was written
+// yet, and the claim may be wrong.
 type ClaimError struct{ error }
 
-// Unwrap returns the error with its code.
+// Unwrap returns the error with the gRPC code.
 func (e ClaimError) Unwrap() error { return e.error }
 
 func (r Reserve) isNone() bool { return r.Percent == 0 || r.Bytes == 0 }
@@ -47,8 +46,8 @@ const (
 	lookPeriod = 50 * time.Millisecond
 )
 
-// check returns ResourceExhausted, which wraps ENOSPC, if the filesystem has less free space than
-// the reserve and the wanted bytes. freed bytes count as free.
+// check returns ResourceExhausted, which wraps ENOSPC, if the free space is less than the reserve
+// and the wanted bytes together. freed bytes count as free.
 func (r Reserve) check(fs *unix.Statfs_t, wanted, freed uint64) error {
 	block := uint64(fs.Bsize)
 	bytes := min(fs.Blocks*block/100*uint64(r.Percent), uint64(r.Bytes))
@@ -69,9 +68,9 @@ func exhausted(format string, args ...any) error {
 	return errdefs.New(codes.ResourceExhausted, "%w: %s", unix.ENOSPC, fmt.Sprintf(format, args...))
 }
 
-// guard checks the free space now and until stop is called. Below the reserve it cancels the
-// context with the error as cause. The daemon checks because berth-unpack, which writes, is not
-// trusted.
+// guard checks the free space now and until stop is called. If the free space falls below the
+// reserve, it cancels the context with the error as cause. The daemon checks because berth-unpack,
+// which writes, is not trusted.
 func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func(), err error) {
 	if err := s.HasRoom(0, 0); err != nil {
 		return nil, nil, err
@@ -96,10 +95,10 @@ func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func()
 	return guarded, func() { cancel(nil); <-done }, nil
 }
 
-// HasRoom returns ResourceExhausted if layers of the given bytes would use the reserve, also after
-// Reserve.Reclaim. freed bytes count as free. Without a reserve the result is nil. If bytes is not
-// zero, the error is a ClaimError. Then nothing is reclaimed where that would not be enough: anyone
-// can claim a size.
+// HasRoom returns ResourceExhausted if layers of the given bytes would use the reserve even after
+// Reserve.Reclaim. freed bytes count as free. If there is no reserve, the result is nil. If bytes
+// is not zero, the error is a ClaimError. Then nothing is reclaimed if that would not be enough,
+// because anyone can claim a size.
 func (s *Store) HasRoom(bytes, freed uint64) error {
 	if s.reserve.isNone() {
 		return nil
@@ -118,8 +117,8 @@ func (s *Store) HasRoom(bytes, freed uint64) error {
 	return err
 }
 
-// Spare returns ResourceExhausted if the filesystem has fewer free bytes beside the reserve. freed
-// bytes count as free. It reclaims nothing.
+// Spare returns ResourceExhausted if the filesystem has fewer free bytes in addition to the
+// reserve. freed bytes count as free. It reclaims nothing.
 func (s *Store) Spare(bytes, freed uint64) error {
 	fs, err := s.statfs()
 	if err != nil {
@@ -138,8 +137,8 @@ func (s *Store) Inodes(names []digest.Digest) (sum uint64) {
 	return sum
 }
 
-// Deleting returns the usage of layers under deletion, a part of Usage. Layers whose last deletion
-// failed do not count.
+// Deleting returns the usage of layers under deletion, a part of Usage. A layer does not count if
+// its last deletion failed.
 func (s *Store) Deleting() Usage { return s.trash.Deleting() }
 
 // statfsOf returns a function that calls statfs(2) for a path, or Reserve.Statfs.

@@ -20,9 +20,9 @@ import (
 // missing joins or the merged image of the chain. A second call is cheap. A pull calls Stack when
 // all layers exist, so that a broken image fails its pull; each container calls it again.
 //
-// Errors: NotFound for a missing layer. InvalidArgument if a hard link has no target in the layers
-// below, or if overlayfs cannot mount so many layers. FailedPrecondition if stacking takes too
-// much effort.
+// The error is NotFound for a missing layer. It is InvalidArgument if a hard link has no target in
+// the layers below, or if overlayfs cannot mount so many layers. It is FailedPrecondition if
+// stacking takes too much effort.
 func (s *Store) Stack(ctx context.Context, names []digest.Digest) ([]rootfs.Layer, error) {
 	if len(names) == 0 {
 		return nil, errdefs.InvalidArgument("image has no layers")
@@ -120,8 +120,8 @@ func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest,
 	return j, nil
 }
 
-// recordEmpty records that a chain needs no join, and reports whether that succeeded. Otherwise the
-// next daemon repeats the check.
+// recordEmpty records that a chain needs no join, and reports whether the record was written. If
+// not, the next daemon repeats the check.
 func (s *Store) recordEmpty(j *join) bool {
 	err := s.publish(s.joinDir(j.ChainID), joinKind, func(string) (any, error) { return j, nil })
 	if err != nil {
@@ -178,8 +178,8 @@ func (s *Store) imageOf(j *join) rootfs.Layer {
 }
 
 // mountMerged mounts the merged image of a chain, and creates the image if needed. The mount is
-// detached. The Store closes its reference when it removes the image or is closed; containers keep
-// theirs.
+// detached. The Store closes its mount when it removes the image or is closed. Containers keep
+// their own.
 func (s *Store) mountMerged(ctx context.Context, chainID digest.Digest, names []digest.Digest) (*join, error) {
 	owned, err := s.joins.Acquire(ctx, chainID)
 	if err != nil {
@@ -252,7 +252,7 @@ func (s *Store) merge(ctx context.Context, chain *owned[join], names []digest.Di
 	return j, nil
 }
 
-// IsStacked reports whether Stack of a chain is cheap: it has no merged image to create.
+// IsStacked reports whether Stack of a chain is cheap, because it need not create a merged image.
 func (s *Store) IsStacked(names []digest.Digest) bool {
 	if s.merger != nil {
 		return s.joins.Get(identity.ChainID(names)) != nil
@@ -260,7 +260,8 @@ func (s *Store) IsStacked(names []digest.Digest) bool {
 	return true // missing joins are cheap
 }
 
-// Merged returns the IDs of the chains with a merged image. The caller removes unneeded ones.
+// Merged returns the IDs of the chains with a merged image. The caller removes the images that
+// nothing needs.
 func (s *Store) Merged() (chains []digest.Digest) {
 	if s.merger != nil {
 		for _, j := range s.joins.All() {

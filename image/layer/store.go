@@ -29,18 +29,18 @@ import (
 type Store struct {
 	root    string
 	driver  Driver
-	joiner  Joiner // the driver, if it is one; otherwise it is a Merger
+	joiner  Joiner // the driver if it is a Joiner; otherwise nil
 	merger  Merger
 	log     *slog.Logger
 	layers  *table[Info]
 	joins   *table[join]
 	trash   *trash.Trash
 	deleter *task.Lifetime // of the goroutine that empties the trash
-	home    *os.File       // root, for syncs; opened before the first write that they flush
+	home    *os.File       // root, for syncs; opened before any write that a sync flushes
 	syncs   *syncer
 	reserve Reserve
 	statfs  func() (unix.Statfs_t, error) // of root
-	aside   atomic.Bool                   // the set-aside folders may have entries
+	aside   atomic.Bool                   // whether the set-aside folders may have entries
 	effort  int64                         // limit for the joins of one image: allEffort
 	making  atomic.Int64                  // tar bytes read so far for layers under construction
 	lazy    *lazyLayers                   // nil: no incomplete layers
@@ -48,9 +48,10 @@ type Store struct {
 
 // Open opens the store in root, creates it if needed and starts its deleter. No other Store may use
 // root. Open deletes unfinished layers of an earlier Store in the background. It moves layers with
-// a damaged record or of another driver to the set-aside folder and logs them; their images must be
-// pulled again. It fails if a record is unreadable for another reason, or if a newer berth wrote
-// it. Layers leave the reserve free on the filesystem. waits records deletions; nil: no recording.
+// a damaged record, and layers of another driver, to the set-aside folder and logs them. Their
+// images must be pulled again. It fails if a record is unreadable for another reason, or if a newer
+// berth wrote it. Layers leave the reserve free on the filesystem. waits records deletions; nil: no
+// recording.
 func Open(root string, driver Driver, reserve Reserve, waits *task.Waits, log *slog.Logger) (*Store, error) {
 	return open(root, driver, reserve, nil, waits, log)
 }
@@ -179,8 +180,8 @@ func (s *Store) Usage() Usage {
 
 // Create creates the layer of a source from its blob: a tar, plain or compressed with gzip or zstd.
 // The caller's reader verifies the blob's digest. Create reads blob to its end, because bytes after
-// the archive count for the diffID. If the layer exists, it does not read blob. After nil the layer
-// is visible and durable; after an error nothing of it remains.
+// the archive count for the diffID. If the layer exists, it does not read blob. When it returns
+// nil, the layer is visible and durable. After an error nothing of the layer remains.
 //
 // Another goroutine reads blob and ends before Create returns. A Read must return when ctx is done,
 // and should return when the layer has failed (unpack.Stopper). Concurrent calls for a layer do not
@@ -190,15 +191,15 @@ func (s *Store) Create(ctx context.Context, from Source, blob io.Reader, limits 
 	return s.CreateWithPoints(ctx, from, blob, limits, Points{})
 }
 
-// Points is where Create writes the places of a blob where decompression can begin. See the fields
-// of unpack.Job.
+// Points says where Create writes the points of a blob: the places where decompression can begin.
+// See the fields of unpack.Job.
 type Points struct {
 	File *os.File // nil: nowhere
 	Span int64
 }
 
-// CreateWithPoints is Create that writes points. Their file stays empty if the layer can have no
-// index, if another call has made the layer, and with a driver that is no Merger.
+// CreateWithPoints is Create, and also writes the points of the blob. Their file stays empty if the
+// layer can have no index, if another call has made the layer, or if the driver is no Merger.
 func (s *Store) CreateWithPoints(ctx context.Context, from Source, blob io.Reader, limits unpack.Limits,
 	points Points) error {
 	if err := from.Validate(); err != nil {
@@ -217,7 +218,7 @@ func (s *Store) CreateWithPoints(ctx context.Context, from Source, blob io.Reade
 }
 
 // CreateFile is Create for a layer with one file, whose content is the blob as it is. from.DiffID
-// stands for the path; the layer's record has the digest of the tar that CreateFile makes of the
+// stands for the path. The layer's record has the digest of the tar that CreateFile makes of the
 // blob.
 func (s *Store) CreateFile(ctx context.Context, from Source, file File, limits unpack.Limits) error {
 	if err := from.Validate(); err != nil {
@@ -282,7 +283,7 @@ func (t *tally) end() { t.sum.Add(-t.n.Load()) }
 // ErrThere is wrapped by the error of CreateLazy with a TOC if the layer exists.
 var ErrThere = errors.New("layer exists")
 
-// admit makes the layer in tmp visible unless another call has made the same one.
+// admit makes the layer in tmp visible unless another call has made the same layer.
 func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
 	layer, err := s.layers.Acquire(ctx, info.Name)
 	if err != nil {
@@ -345,12 +346,13 @@ func (s *Store) publish(dir, kind string, fill func(tmp string) (record any, err
 	return s.build(filepath.Base(dir), kind, fill, func(tmp string) error { return s.show(tmp, dir) })
 }
 
-// build calls fill, which writes a directory and returns its record, syncs everything, and calls
-// place, which moves the directory to its destination. After an error it deletes the directory.
+// build creates a directory in four steps: fill writes the content and returns the record, build
+// writes the record and syncs everything, and place moves the directory to its destination. After
+// an error build deletes the directory.
 //
-// The sync precedes place because a filesystem may commit the rename first: after a power failure
-// the layer would have empty files. One syncfs replaces an fsync for each file. On ext4 and XFS
-// each fsync is a journal commit, and a layer may have 50,000 files.
+// The sync precedes place because a filesystem may commit the rename first. After a power failure
+// the layer would then have empty files. One syncfs replaces an fsync for each file. On ext4 and
+// XFS each fsync is a journal commit, and a layer may have 50,000 files.
 func (s *Store) build(name, kind string, fill func(tmp string) (record any, err error),
 	place func(tmp string) error) (err error) {
 	failpoint.Reach("layer.make")
@@ -383,8 +385,8 @@ func (s *Store) build(name, kind string, fill func(tmp string) (record any, err 
 	return nil
 }
 
-// show renames tmp to dir durably. After an error tmp has its old name. If an unusable directory is
-// in the place, because Open could not move it, show moves it to the set-aside folder.
+// show renames tmp to dir durably. After an error tmp has its old name. If Open could not move an
+// unusable directory at dir, show moves it to the set-aside folder.
 func (s *Store) show(tmp, dir string) (err error) {
 	rename := func() error { return unix.Renameat2(unix.AT_FDCWD, tmp, unix.AT_FDCWD, dir, unix.RENAME_NOREPLACE) }
 	err = rename()
@@ -410,7 +412,7 @@ func (s *Store) show(tmp, dir string) (err error) {
 }
 
 // Discard moves a directory on the store's filesystem to the trash, for deletion in the background.
-// Its disk usage counts until then.
+// Its disk usage counts until it is deleted.
 func (s *Store) Discard(dir string, used Usage) error { return s.trash.Take(dir, used) }
 
 // Remove removes a layer and its joins; their files are deleted in the background. A missing layer

@@ -38,8 +38,8 @@ type Stored struct {
 	Usage  Usage           // as counted at creation, without files that a join shares with layers
 	Sum    checksum.Sum    // as computed at creation; zero for layers of berth up to 0.2.0
 	Tree   digest.Digest   // digest of the tree file at creation; empty: unknown
-	// Incomplete: parts of the content are not there yet. Usage and Sum are those of the complete
-	// layer.
+	// Incomplete means that parts of the content are missing. Usage and Sum already describe the
+	// complete layer.
 	Incomplete bool
 }
 

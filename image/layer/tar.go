@@ -45,10 +45,11 @@ type Tar struct {
 
 // OpenTar opens the tar of a layer. The caller keeps the layer from removal and closes the Tar.
 // Errors: NotFound; FailedPrecondition, which wraps ErrNoTar, if the layer has no record of its
-// tar. An earlier berth made such a layer, or its tar replaces entries in a way that loses content,
-// or the record would be too large.
+// tar. A layer has no record if an earlier berth made it, if its tar replaces entries in a way that
+// loses content, or if the record would be too large.
 //
-// ReadAt returns any range, unverified: the digest covers the whole tar. Whole verifies.
+// ReadAt returns any range. It does not verify the range, because the digest covers the whole tar.
+// Whole verifies.
 func (s *Store) OpenTar(name digest.Digest) (_ *Tar, err error) {
 	info, err := s.Info(name)
 	if err != nil {
@@ -93,8 +94,8 @@ func (t *Tar) Close() error { return errors.Join(t.record.Close(), t.content.Clo
 // Digest returns the digest of the tar.
 func (t *Tar) Digest() digest.Digest { return t.digest }
 
-// Whole returns a reader of the whole tar. It returns io.EOF only after it has verified the digest;
-// else DataLoss.
+// Whole returns a reader of the whole tar. It returns io.EOF only after it has verified the digest.
+// If the digest is wrong, it returns DataLoss.
 func (t *Tar) Whole(ctx context.Context) io.Reader {
 	verifier := t.digest.Algorithm().Hash()
 	from := untilDone{ctx, io.NewSectionReader(t.Reader, 0, t.Size())}
@@ -115,7 +116,7 @@ type readFunc func(p []byte) (int, error)
 
 func (f readFunc) Read(p []byte) (int, error) { return f(p) }
 
-// lostTar gives errors about the record their code.
+// lostTar adds the gRPC code to errors about the record.
 func lostTar(err error) error {
 	if errors.Is(err, tarsplit.ErrDamaged) {
 		return errdefs.New(codes.DataLoss, "%w", err)
@@ -123,7 +124,7 @@ func lostTar(err error) error {
 	return err
 }
 
-// shortContent is the error for content that is shorter than the record says.
+// shortContent is the error if content is shorter than the record says.
 func shortContent(err error) error {
 	if errors.Is(err, io.EOF) {
 		return fmt.Errorf("%w: the layer has less content", tarsplit.ErrDamaged)

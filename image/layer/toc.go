@@ -31,15 +31,15 @@ type Outlined struct {
 	unpack.Summary
 }
 
-// maxOutlineTree limits the tree of an outline, which is in memory. An image with a larger one is
+// maxOutlineTree limits the tree of an outline, which is in memory. An image with a larger tree is
 // stored as directories.
 const maxOutlineTree = 64 << 20
 
 // maxComparedTree limits the memory of a tree during the proof.
 const maxComparedTree = erofs.MaxMemory
 
-// Outline makes the tree of a tar that stands for the layer's: one with all its entries but other
-// contents. It stores nothing.
+// Outline makes the tree of a tar that stands for the layer's tar. The tar has all entries of the
+// layer's tar, but other contents. It stores nothing.
 func (s *Store) Outline(ctx context.Context, from Source, tar io.Reader,
 	limits unpack.Limits) (made Outlined, err error) {
 	failpoint.Reach("layer.make-outline")
@@ -80,14 +80,15 @@ func (s *Store) outlineIn(ctx context.Context, tmp string, from Source, tar io.R
 	return made, err
 }
 
-// Prove shows that the table of contents of an incomplete layer is true. It unpacks the blob, which
-// has the right digest, and compares tree, length of the data and summary. It does not write the
-// content of files again. It restores the tar from the content that was filled, because the table
-// also says where in the blob each content is. Errors: DataLoss that wraps fill.ErrWrongIndex if
-// something differs, DataLoss if the blob has no valid layer.
+// Prove checks that the table of contents of an incomplete layer is true. It unpacks the blob,
+// which has the right digest, and compares tree, length of the data and summary. It does not write
+// the content of files again. It restores the tar from the content that was filled, because the
+// table also says where in the blob each content is. Errors: DataLoss that wraps fill.ErrWrongIndex
+// if something differs, DataLoss if the blob has no valid layer.
 //
-// The files that it makes replace those of the layer: a table does not have all that a tar has. A
-// crash leaves the old files or the new ones. The next Store proves either again.
+// The files that it makes replace the files of the layer, because a table does not describe
+// everything in a tar. A crash leaves the old files or the new ones, and the next Store proves them
+// again.
 func (s *Store) Prove(ctx context.Context, name digest.Digest, blob io.Reader, limits unpack.Limits) error {
 	info := s.layers.Get(name)
 	if info == nil || s.TOC(name) == nil {
@@ -105,7 +106,8 @@ func (s *Store) Prove(ctx context.Context, name digest.Digest, blob io.Reader, l
 	return nil
 }
 
-// unpackAgain writes the files of a layer that are proven, and returns its record.
+// unpackAgain unpacks the blob into new files of the layer, and returns its record. The files are
+// true, because they come from the blob.
 func (s *Store) unpackAgain(ctx context.Context, tmp string, info *Info, blob io.Reader,
 	limits unpack.Limits) (made layerRecord, err error) {
 	job := unpack.Job{Limits: limits, Algorithm: info.DiffID.Algorithm(), NoData: true}
@@ -162,8 +164,8 @@ func sameSize(own, described string) error {
 	return err
 }
 
-// sameTrees returns DataLoss if two layers have different trees. A table of contents can have times
-// in whole seconds only.
+// sameTrees returns DataLoss if two layers have different trees. A table of contents may have only
+// whole seconds in its times.
 func sameTrees(own, described string) error {
 	var roots [2]*tree.Node
 	for i, dir := range []string{own, described} {
@@ -179,7 +181,7 @@ func sameTrees(own, described string) error {
 		most := tree.Limit{Bytes: maxOutlineTree, Memory: maxComparedTree, Blocks: st.Size() / tree.BlockSize}
 		roots[i], _, err = tree.Decode(f, 0, most)
 		if errors.Is(err, tree.ErrTooLarge) {
-			return lies("tree") // the described one was within the limits
+			return lies("tree") // the described tree was within the limits
 		}
 		if err != nil {
 			return fmt.Errorf("tree of the layer: %w", err)
@@ -191,8 +193,8 @@ func sameTrees(own, described string) error {
 	return nil
 }
 
-// sameNodes compares trees. pairs are the nodes that were compared, of both trees: a file can have
-// several names.
+// sameNodes compares trees. pairs has the nodes of both trees that were compared already, because a
+// file can have several names.
 func sameNodes(own, described *tree.Node, pairs map[*tree.Node]*tree.Node) bool {
 	if pairs[own] != nil || pairs[described] != nil {
 		return pairs[own] == described && pairs[described] == own
@@ -213,14 +215,14 @@ func sameNodes(own, described *tree.Node, pairs map[*tree.Node]*tree.Node) bool 
 		a.Data.Size == b.Data.Size && a.Data.Block == b.Data.Block && a.Data.ChunkBits == b.Data.ChunkBits
 }
 
-// sameTime reports whether a described time is right, or is rounded to seconds.
+// sameTime reports whether a time in a table equals the real time, exactly or rounded to seconds.
 func sameTime(own, described *tree.Node) bool {
 	a, b := time.Unix(own.Sec, int64(own.Nsec)), time.Unix(described.Sec, int64(described.Nsec))
 	return a.Equal(b) || described.Nsec == 0 && a.Sub(b).Abs() < time.Second
 }
 
-// takeFiles links the content and the files of package lazy of an incomplete layer into another
-// directory, with an index that fits the other files there.
+// takeFiles links the content of an incomplete layer, and package fill's files, into another
+// directory. The index there fits the other files.
 func takeFiles(own, described string) error {
 	x, _, err := readLazy(described)
 	if err != nil {
@@ -286,7 +288,7 @@ func (s *Store) restores(ctx context.Context, dir string, want digest.Digest, ta
 	return nil
 }
 
-// replaceFiles puts the files in tmp in the place of those of an incomplete layer.
+// replaceFiles replaces the files of an incomplete layer by the files in tmp.
 func (s *Store) replaceFiles(ctx context.Context, tmp string, info Info) error {
 	owned, err := s.layers.Acquire(ctx, info.Name)
 	if err != nil {
@@ -308,5 +310,5 @@ func (s *Store) replaceFiles(ctx context.Context, tmp string, info Info) error {
 	if err := errors.Join(syncDir(filepath.Dir(to)), syncDir(filepath.Dir(tmp))); err != nil {
 		return err
 	}
-	return s.trash.Take(tmp, Usage{}) // the old files; all but the tree and the record have another name
+	return s.trash.Take(tmp, Usage{}) // the old files; all except the tree and the record have another name
 }

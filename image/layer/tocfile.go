@@ -18,13 +18,13 @@ import (
 	"berth/internal/failpoint"
 )
 
-// tocFile has the TOC of an incomplete layer. The layer is complete after its proof.
+// tocFile has the TOC of an incomplete layer. The layer is not complete before its proof.
 const tocFile = "claim"
 
-// TOC is the table of contents that the index of an incomplete layer was made of. The image's
+// TOC is the table of contents from which the index of an incomplete layer was made. The image's
 // manifest names the table by its digest, but the table may describe other files than the tar has.
-// Prove compares them when the whole blob is there. Until then the layer has a tocFile, so a
-// restart cannot lose the proof.
+// Prove compares the table and the tar when the whole blob is present. Until then the layer has a
+// tocFile, so a restart cannot lose the proof.
 type TOC struct {
 	Registry string `json:"registry"` // that has served the table
 	Name     string `json:"table"`    // of the table, with its digest
@@ -70,8 +70,9 @@ func readTOC(dir string) (*TOC, error) {
 	return toc, nil
 }
 
-// Unproven returns the names of the incomplete layers in a Store's directory whose index this node
-// has not made: of those in their place, and of those set aside. The Store must not be open.
+// Unproven returns the names of the incomplete layers in a Store's directory whose index was made
+// from a table of contents. placed are in their place, and aside were set aside. The Store must not
+// be open.
 func Unproven(root string) (placed, aside []digest.Digest, err error) {
 	placed, err = unprovenIn(filepath.Join(root, lazyDir))
 	if err != nil {
@@ -81,7 +82,7 @@ func Unproven(root string) (placed, aside []digest.Digest, err error) {
 	return placed, aside, err
 }
 
-// unprovenIn is Unproven for one folder. Links are those of complete layers.
+// unprovenIn is Unproven for one folder. Links belong to complete layers.
 func unprovenIn(folder string) (names []digest.Digest, err error) {
 	entries, err := os.ReadDir(folder)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -35,7 +35,7 @@ const maxSeen = 1 << 20
 type found struct {
 	path   string      // without symlinks
 	layers []int       // the layer of a file, or the merged layers of a directory, topmost first
-	st     unix.Stat_t // in the first of these
+	st     unix.Stat_t // in the first of these layers
 }
 
 func (f found) isDir() bool { return f.st.Mode&unix.S_IFMT == unix.S_IFDIR }
@@ -61,7 +61,7 @@ func (v *view) close() {
 	}
 }
 
-// without returns the view without its topmost layer. It shares the open files.
+// without returns the view of the layers below the topmost one. It shares the open files.
 func (v *view) without() *view {
 	w := &view{effort: v.effort, roots: v.roots, root: v.root, seen: map[string]found{}}
 	w.root.layers = v.root.layers[1:]
@@ -206,7 +206,8 @@ func (v *view) resolve(p string) (found, error) {
 			trail = trail[:1]
 		}
 		rest = slices.Concat(strings.Split(target, "/"), rest)
-		if err := v.effort.pay(stepEffort * int64(len(rest)) / namesPerStep); err != nil { // also for names that are never reached
+		// All names cost effort, even if they are never reached.
+		if err := v.effort.pay(stepEffort * int64(len(rest)) / namesPerStep); err != nil {
 			return found{}, err
 		}
 	}

@@ -10,8 +10,8 @@ import (
 )
 
 // syncer flushes one filesystem to disk. The layers of an image finish together, and each syncfs
-// writes the data of all of them. So concurrent callers share a sync: one runs at a time, and later
-// callers wait for the next one.
+// writes the data of all layers. So concurrent callers share a sync. One sync runs at a time, and
+// later callers wait for the next sync.
 //
 // When Wait returns nil, all writes of its caller since Begin are on disk. The kernel reports a
 // write error only once, so a failed sync fails every Wait whose data it may have lost. Its methods
@@ -23,7 +23,7 @@ type syncer struct {
 
 	mu sync.Mutex
 	// +checklocks:mu
-	next *round // the sync that starts next; nil: nothing waits for one
+	next *round // the sync that starts next; nil: no caller waits for it
 }
 
 // round is one sync, shared by all callers that asked before it started.
@@ -41,10 +41,10 @@ func newSyncer(dir *os.File) *syncer {
 // errNotWritten is returned to callers whose data an earlier sync may have failed to write.
 var errNotWritten = errors.New("an earlier sync failed and may have lost this data")
 
-// Begin must be called before the data is written that Wait waits for.
+// Begin must be called before the caller writes its data.
 func (s *syncer) Begin() (since int64) { return s.failed.Load() }
 
-// Wait waits for the data written since Begin, and returns nil when it is on disk.
+// Wait waits until the data that was written since Begin is on disk.
 func (s *syncer) Wait(since int64) error {
 	r, leads := s.enter()
 	return s.waitFor(r, leads, since)
@@ -72,7 +72,7 @@ func (s *syncer) enter() (r *round, leads bool) {
 	return s.next, leads
 }
 
-// run runs a round after the one before it. Once it starts, new callers get the next one.
+// run runs a round after the previous round. When it starts, new callers get the next round.
 func (s *syncer) run(r *round) {
 	s.running <- struct{}{}
 	defer func() { <-s.running }()

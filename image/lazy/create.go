@@ -76,7 +76,7 @@ func (z *Layers) getIndex(ctx context.Context, l registry.Layer) (*blobindex.Ind
 	}
 }
 
-// matches returns an error if an index is not one of a layer.
+// matches returns an error if an index does not belong to a layer.
 func matches(x *blobindex.Index, l registry.Layer) error {
 	if x.Blob != l.Blob.Digest || x.DiffID != l.DiffID || x.BlobSize != l.Blob.Size {
 		return errdefs.FailedPrecondition("the index is one of the tar %s and %d bytes, the image names %s and %d",
@@ -106,7 +106,8 @@ func (z *Layers) createByIndex(ctx context.Context, store *layer.Store, repo *re
 }
 
 // IsForeign reports whether a pull must not use an incomplete layer before its table of contents is
-// proven: another registry has served the table, or the image's manifest does not name this table.
+// proven. That is so if another registry has served the table, or if the image's manifest does not
+// name this table.
 func (z *Layers) IsForeign(store *layer.Store, l registry.Layer, domain string) bool {
 	table := store.TOC(SourceOf(l).Name())
 	return table != nil && (table.Registry != domain || table.Name != tableOf(l))

@@ -23,15 +23,17 @@ import (
 const (
 	// indexesDir has the indexes of blobs, below the directory of the store.
 	indexesDir = "indexes"
-	// minIndexed is the size of the smallest blob that gets an index. Others are fetched at once.
+	// minIndexed is the size of the smallest blob that gets an index. Smaller blobs are always
+	// fetched whole.
 	minIndexed = 1 << 20
-	// maxNoted is how many finished layers may wait for their indexes. Others get none.
+	// maxNoted is how many finished layers may wait for their indexes. Further layers get no index.
 	maxNoted = 64
-	// indexerStop limits the wait for the index that is being written when the store is closed.
+	// indexerStop limits the wait for an unfinished index when the store is closed.
 	indexerStop = 5 * time.Second
 )
 
-// indexer makes the indexes of layers after they are complete, so that pulls do not wait for it.
+// indexer makes the indexes of layers after they are complete, so that pulls do not wait for
+// indexes.
 type indexer struct {
 	store *blobindex.Store
 	log   *slog.Logger
@@ -41,7 +43,7 @@ type indexer struct {
 	life  *task.Lifetime             // of its goroutine
 }
 
-// noted is what a pull has noted of a blob.
+// noted is the information about a blob that a pull has noted.
 type noted struct {
 	layers   *layer.Store
 	registry string // that has served the blob
@@ -64,8 +66,8 @@ func (z *Layers) openIndexes() error {
 	return nil
 }
 
-// Inspect reads all indexes of blobs without changing anything. It returns those that are
-// damaged, with the reason, by path. root is Parts.Root.
+// Inspect reads all indexes of blobs without changing anything. It returns the damaged indexes with
+// the reason, by path. root is Parts.Root.
 func Inspect(root string) (damaged map[string]error, err error) {
 	return blobindex.Inspect(filepath.Join(root, indexesDir))
 }
@@ -80,10 +82,10 @@ func (z *Layers) DropIndexes() (freed int64, err error) { return z.indexer.store
 // IndexStore returns the indexes of blobs.
 func (z *Layers) IndexStore() *blobindex.Store { return z.indexer.store }
 
-// Indexing returns how many indexes are being made, or wait for it.
+// Indexing returns how many indexes are being made or are queued.
 func (z *Layers) Indexing() int64 { return z.indexer.left.Load() }
 
-// mayHaveIndex reports whether nodes make indexes of such a layer.
+// mayHaveIndex reports whether a layer can get an index.
 func mayHaveIndex(l registry.Layer) bool {
 	return l.File == "" && l.Blob.Size >= minIndexed && l.Blob.Digest.Algorithm() == digest.SHA256
 }
@@ -94,8 +96,8 @@ func (z *Layers) BeginIndex(store *layer.Store, l registry.Layer) layer.Points {
 	return z.indexer.begin(store, l)
 }
 
-// EndIndex makes the index of a layer that was fetched whole, in the background. err is that of the
-// transfer, from is the registry.
+// EndIndex makes the index of a layer that was fetched whole, in the background. err is the error
+// of the transfer. from is the registry.
 func (z *Layers) EndIndex(store *layer.Store, from string, l registry.Layer, points layer.Points, blob *registry.Blob,
 	err error) {
 	z.indexer.end(store, from, l, points, blob, err)
@@ -191,7 +193,7 @@ func (x *indexer) noteServed(blob digest.Digest, registry string) {
 	}
 }
 
-// readPoints reads what berth-unpack has written. A blob may have compromised it.
+// readPoints reads what berth-unpack has written. A blob may have compromised that process.
 func readPoints(f *os.File) (blobindex.Compression, []blobindex.Point, error) {
 	st, err := f.Stat()
 	if err != nil {
@@ -216,7 +218,7 @@ func digestOf(path string) (digest.Digest, error) {
 	return digest.SHA256.FromReader(io.LimitReader(f, blobindex.MaxEncoded))
 }
 
-// close ends the indexer. Layers that wait get no index.
+// close ends the indexer. Queued layers get no index.
 func (x *indexer) close() error {
 	x.life.Cancel()
 	err := x.life.WaitFor(indexerStop)

@@ -28,8 +28,8 @@ import (
 // Policies of Config.
 const (
 	Off = "off" // pulls fetch whole layers
-	// On: pulls create layers from indexes that this node has made, and from tables of contents
-	// that the manifest names by their digests.
+	// With On, pulls create layers from indexes that this node has made, and from tables of
+	// contents that the manifest names by digest.
 	On = "on"
 )
 
@@ -37,13 +37,13 @@ const (
 type Config struct {
 	Policy   string        // empty: Off. Incomplete layers of an earlier daemon are filled in any case
 	MinBytes int64         // an image with fewer bytes to fetch lazily is fetched whole
-	MinTime  time.Duration // and so is one that takes less time at the speed of recent pulls
+	MinTime  time.Duration // an image that takes less time at the speed of recent pulls is fetched whole
 	Stall    time.Duration // longest wait of a reader; 0: the default of package fill
 	Memory   int64         // bytes of all parts that are being filled; 0: the default of package fill
-	// Inflate starts a process that decompresses parts of a blob, whose tar has tarSize bytes.
+	// Inflate starts a process that decompresses parts of a blob. The blob's tar has tarSize bytes.
 	Inflate func(kind blobindex.Compression, tarSize int64) (fill.Inflater, error)
-	// Kept are the files of fill.Engine.Keep of an earlier daemon, which has ended; or nil. Open
-	// owns them.
+	// Kept, if not nil, has the files that fill.Engine.Keep returned in an earlier daemon, which
+	// has ended. Open owns them.
 	Kept []*os.File
 }
 
@@ -56,7 +56,7 @@ type Parts struct {
 	IndexBytes  int64 // bytes of all indexes of blobs; 0: none are made
 	Observer    Observer
 	Waits       *task.Waits // nil: no recording
-	// Begin is called before bytes of a layer are requested, and what it returns afterwards. Slow
+	// Begin is called before bytes of a layer are requested, and end after they have arrived. Slow
 	// waits until n more bytes may be received.
 	Begin func() (end func())
 	Slow  func(ctx context.Context, n int) error
@@ -72,18 +72,18 @@ type Observer interface {
 
 // Images are the images of the node, as far as Layers need them.
 type Images interface {
-	// Servers returns references of the images that have a layer, one for each repository that has
-	// served it.
+	// Servers returns references of images with a layer, one reference for each repository that has
+	// served the layer.
 	Servers(layer digest.Digest) []registry.Reference
-	// RemoveWith removes the images that have a layer, which cannot be completed.
+	// RemoveWith removes the images with a layer that cannot be completed.
 	RemoveWith(ctx context.Context, layer digest.Digest, reason error) error
 }
 
 const (
 	// lazyDir has the incomplete layers, in the directory of the EROFS driver's store.
 	lazyDir = "lazy"
-	// maxStall limits the wait for a byte of one host, as a part of the wait of a reader: there
-	// must be time to ask other hosts.
+	// maxStall is the part of a reader's longest wait that berth waits for a byte of one host. The
+	// rest is left for other hosts.
 	maxStall = 4
 	// incompleteStop limits the wait for the goroutines of Layers.
 	incompleteStop = 5 * time.Second
@@ -95,13 +95,13 @@ type Layers struct {
 	cfg      Config
 	parts    Parts
 	log      *slog.Logger
-	engine   *fill.Engine    // nil: the kernel cannot, or nothing needs it
+	engine   *fill.Engine    // nil: the kernel cannot report reads, or there are no lazy layers
 	images   Images          // set by Start
 	layers   *layer.Store    // of the EROFS driver; set with engine
 	life     *task.Lifetime  // of goroutines that handle ended layers
 	unloaded []digest.Digest // unproven layers that could not be loaded, until Start
 	indexer  *indexer        // set by Start
-	tables   chan struct{}   // a slot for each table of contents that is read
+	tables   chan struct{}   // holds a token for each table of contents that is being read
 	rates    rates           // tell how long a whole pull would take
 	distrust falseTables
 	wrong    wrongFiles
@@ -128,8 +128,8 @@ func New(cfg Config, parts Parts, log *slog.Logger) *Layers {
 		decisions: map[digest.Digest]string{}}
 }
 
-// Open opens the Engine if it is needed. dir is that of the EROFS driver's store, probeDir is one
-// on the same filesystem for temporary files.
+// Open opens the Engine if it is needed. dir is the directory of the EROFS driver's store. probeDir
+// is a directory on the same filesystem for temporary files.
 func (z *Layers) Open(dir, probeDir string) error {
 	needed, err := z.needed(filepath.Join(dir, lazyDir))
 	if err != nil || !needed && z.cfg.Policy == Off {
@@ -186,10 +186,11 @@ func (z *Layers) Hooks() layer.Lazy {
 	return layer.Lazy{Engine: z.engine, Done: z.ended, Fill: fill}
 }
 
-// Opened tells which layer store was opened with Hooks.
+// Opened sets the layer store that was opened with Hooks.
 func (z *Layers) Opened(store *layer.Store) { z.layers = store }
 
-// Start begins to fill the layers and to make indexes. All images of the node are loaded.
+// Start begins to fill the layers and to make indexes. The caller has loaded all images of the
+// node.
 func (z *Layers) Start(images Images) error {
 	z.images = images
 	if err := z.openIndexes(); err != nil {
@@ -208,15 +209,16 @@ func (z *Layers) Start(images Images) error {
 	return nil
 }
 
-// prefer makes a layer's parts that processes have waited for earlier the first ones to be fetched.
+// prefer makes the Engine fetch those parts of a layer first that processes have waited for
+// earlier.
 func (z *Layers) prefer(name digest.Digest) {
 	l, src := z.Get(name), z.known(name)
-	if l != nil && src != nil && z.layers.TOC(name) == nil { // the spans of a table are not those of an own index
+	if l != nil && src != nil && z.layers.TOC(name) == nil { // an index of a table has other spans than an own index
 		l.Prefer(z.indexer.store.Profile(src.blob.Digest))
 	}
 }
 
-// StopIndexing ends the making of indexes. Layers that wait get none.
+// StopIndexing ends the making of indexes. Queued layers get no index.
 func (z *Layers) StopIndexing() error {
 	if z.indexer == nil {
 		return nil
@@ -258,8 +260,8 @@ func (z *Layers) sourceLocked(from layer.Source, blobSize int64) *blobSource {
 	return z.sources[name]
 }
 
-// use returns the source of a layer that is about to be created. It is kept until done is called,
-// and then dropped if the layer is not incomplete.
+// use returns the source of a layer that is about to be created. The source is kept at least until
+// done is called. Then it is dropped, unless the layer is incomplete.
 func (z *Layers) use(from layer.Source, blobSize int64) (src *blobSource, done func()) {
 	z.mu.Lock()
 	defer z.mu.Unlock()
@@ -280,7 +282,7 @@ func (z *Layers) known(name digest.Digest) *blobSource {
 	return z.sources[name]
 }
 
-// forgetUnused drops the source of a layer that is not incomplete.
+// forgetUnused drops the source of a layer, unless the layer is incomplete.
 func (z *Layers) forgetUnused(name digest.Digest) {
 	z.mu.Lock()
 	src := z.sources[name]
@@ -302,7 +304,7 @@ func (z *Layers) Removed(name digest.Digest) {
 	z.forgetUnused(name)
 }
 
-// forget drops the source of a layer that needs none any more.
+// forget drops the source of a layer that no longer needs it.
 func (z *Layers) forget(name digest.Digest) {
 	z.mu.Lock()
 	src := z.sources[name]
@@ -315,7 +317,7 @@ func (z *Layers) forget(name digest.Digest) {
 
 func (z *Layers) filler(src *blobSource, from layer.Source, x *blobindex.Index,
 	toc *layer.TOC) layer.Filler {
-	kind, tarSize := x.Kind, x.TarSize // not x, which has tree and record
+	kind, tarSize := x.Kind, x.TarSize // the function must not keep x, which has tree and record, in memory
 	f := layer.Filler{Source: src, Inflater: func() (fill.Inflater, error) { return z.cfg.Inflate(kind, tarSize) }}
 	if toc != nil {
 		f.Prove = z.prover(from, x.BlobSize, toc)
@@ -331,7 +333,7 @@ func (z *Layers) Get(name digest.Digest) *fill.Layer {
 	return z.layers.Lazy(name)
 }
 
-// ended is layer.Lazy.Done. It is called by the layer store, so the work is done elsewhere.
+// ended is layer.Lazy.Done. The layer store calls it, so a goroutine does the work.
 func (z *Layers) ended(from layer.Source, l *fill.Layer, toc *layer.TOC, err error) {
 	z.life.Spawn(func() {
 		handle := func() error { return z.handleEnd(from, l, toc, err) }
@@ -344,7 +346,7 @@ func (z *Layers) ended(from layer.Source, l *fill.Layer, toc *layer.TOC, err err
 func (z *Layers) handleEnd(from layer.Source, l *fill.Layer, toc *layer.TOC, err error) error {
 	z.forget(from.Name())
 	if err != nil && toc != nil {
-		z.rejectTable(from, toc.Name, err) // first: the rest may wait for the disk
+		z.rejectTable(from, toc.Name, err) // this comes first, because the rest may wait for the disk
 	}
 	if err != nil {
 		return z.quarantine(z.life.Context(), from, err)
@@ -354,7 +356,7 @@ func (z *Layers) handleEnd(from layer.Source, l *fill.Layer, toc *layer.TOC, err
 		(*done)(from)
 	}
 	if toc != nil {
-		return nil // the spans are not those of an index that this node has
+		return nil // an index of a table has other spans than an own index
 	}
 	return z.indexer.store.AddProfile(from.Blob, l.Faulted())
 }
@@ -397,7 +399,7 @@ func (z *Layers) Failed(layers []digest.Digest) error {
 	return nil
 }
 
-// Await waits until layers are complete. The error is DataLoss if one cannot be completed.
+// Await waits until layers are complete. The error is DataLoss if a layer cannot be completed.
 func (z *Layers) Await(ctx context.Context, layers []digest.Digest) error {
 	for _, name := range layers {
 		l := z.Get(name)
@@ -434,8 +436,8 @@ func (z *Layers) Retired(names []digest.Digest) (bool, error) {
 	return z.layers.Retired(names)
 }
 
-// Lost reports whether containers of an earlier daemon read zeros where the content of their layers
-// is missing: no process has kept the events of their layers.
+// Lost reports whether containers of an earlier daemon read zeros where content of their layers is
+// missing. That is so if no process has kept the fanotify group.
 func (z *Layers) Lost() bool { return z.engine == nil || !z.engine.TookOver() }
 
 // SourceOf returns the digests that a layer of an image is made from.

@@ -13,8 +13,7 @@ import (
 	"berth/internal/rootfs"
 )
 
-// facts are what decides whether a missing layer is created from an index of its blob, and
-// filled later.
+// facts decide whether a missing layer is created from an index of its blob and filled later.
 type facts struct {
 	policy  string // of Config
 	driver  rootfs.Kind
@@ -24,8 +23,8 @@ type facts struct {
 	table   bool // the blob has a table of contents that can be used
 	served  bool // the pull's registry has served the blob to this node
 	missing int64
-	least   int64 // Config.MinBytes; missing are the image's bytes in missing layers with an index
-	// leastTime is Config.MinTime; estimate is how long the missing bytes take, 0 if unknown.
+	least   int64 // Config.MinBytes; missing counts the bytes of the image's missing layers with an index
+	// leastTime is Config.MinTime. estimate is the time to fetch the missing bytes, 0 if unknown.
 	leastTime, estimate time.Duration
 }
 
@@ -58,7 +57,7 @@ func (f facts) decide() (lazily bool, reason string) {
 
 // Plan says which layers of an image a pull creates lazily. The zero value creates none.
 type Plan struct {
-	store  *layer.Store // for which it was made
+	store  *layer.Store // the store for which the plan was made
 	layers []decision   // by number of the layer
 }
 
@@ -104,7 +103,7 @@ func (z *Layers) Plan(ctx context.Context, store *layer.Store, img *registry.Ima
 	known.estimate = z.rates.estimate(domain, known.missing)
 	for i, l := range img.Layers {
 		known.indexed, known.served = l.File == "" && z.indexer.store.Has(l.Blob.Digest), served(l)
-		known.table = !known.served && z.mayUseTable(l) // an own index needs no proof
+		known.table = !known.served && z.mayUseTable(l) // an own index is preferred, because it needs no proof
 		plan.layers[i].table = known.table
 		plan.layers[i].lazily, plan.layers[i].reason = known.decide()
 	}
@@ -116,8 +115,8 @@ func (z *Layers) Observe(host string, bytes int64, took time.Duration) {
 	z.rates.observe(host, bytes, took)
 }
 
-// RejectTables makes later pulls use none of the tables of contents of a plan: a pull has failed
-// with them, and the image could be fetched whole.
+// RejectTables makes later pulls ignore the tables of contents of a plan. The caller's pull has
+// failed with them, and then fetched the image whole.
 func (z *Layers) RejectTables(img *registry.Image, plan *Plan) {
 	for i, d := range plan.layers {
 		if d.lazily && d.table {

@@ -6,7 +6,7 @@ import (
 )
 
 const (
-	// minMeasured is how many bytes a pull must have received to show the speed of its registry.
+	// minMeasured is how many bytes a pull must have received before its speed counts.
 	minMeasured = 4 << 20
 	// maxRates limits the registries whose speed is known. Clients choose their names.
 	maxRates = 64
@@ -16,7 +16,7 @@ const (
 type rates struct {
 	mu sync.Mutex // guards byHost
 	// +checklocks:mu
-	byHost map[string]float64 // bytes a second; each pull counts as much as all before it
+	byHost map[string]float64 // bytes a second; each pull counts as much as all earlier pulls together
 }
 
 // observe notes a pull that has received bytes from a registry.

@@ -20,13 +20,13 @@ import (
 
 // blobSource reads ranges of the blob of an incomplete layer. It asks the repositories of the pulls
 // that use the layer, with the credentials of these pulls. If none serves the blob, or after a
-// restart, it asks those of the images that have the layer, with the credentials of the node.
+// restart, it asks the repositories of the images with the layer, with the credentials of the node.
 type blobSource struct {
 	z    *Layers
 	name digest.Digest // of the layer
 	blob ocispec.Descriptor
 
-	users int // createLazily calls in progress; guarded by the lock of z
+	users int // calls of Layers.use that are not done; guarded by the lock of z
 
 	mu sync.Mutex
 	// +checklocks:mu
@@ -50,7 +50,7 @@ type place struct {
 	first int // number of the host to ask first
 }
 
-// Range implements lazy.Source.
+// Range implements fill.Source.
 func (b *blobSource) Range(ctx context.Context, offset, size int64) (io.ReadCloser, error) {
 	tried := map[*place]bool{}
 	var failed error
@@ -167,7 +167,7 @@ func (r *placeBody) Close() error {
 	return err
 }
 
-// Reject implements lazy.Rejecter.
+// Reject implements fill.Rejecter.
 func (r *placeBody) Reject() {
 	r.b.putLast(r.p)
 	r.p.mu.Lock()
@@ -175,9 +175,9 @@ func (r *placeBody) Reject() {
 	r.p.first = r.Host() + 1
 }
 
-// add adds a place, as the first one to ask if first is set. Then it replaces a place of the same
-// repository, and returns true. Otherwise that place is kept, because it may have the credentials
-// of a pull.
+// add adds a place. If first is set, the place is asked first and replaces a place of the same
+// repository, and replaced reports that. Otherwise an existing place of the same repository is
+// kept, because it may have the credentials of a pull.
 func (b *blobSource) add(p *place, first bool) (replaced bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -219,7 +219,7 @@ func (b *blobSource) list() []*place {
 	return slices.Clone(b.places)
 }
 
-// putLast makes a place that has failed the last one to ask.
+// putLast moves a failed place to the end of the list.
 func (b *blobSource) putLast(p *place) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -251,10 +251,10 @@ func (b *blobSource) close() {
 	b.places = nil
 }
 
-// prove checks that a place serves the blob of an index to the pull, by a random part of it. A HEAD
-// request would not show that the registry serves ranges. The caller has checked that the registry
-// has served the blob to this node before: another one could have a part of the blob only, and the
-// index has the names of all files (docs/adr/001-layer-access.md).
+// prove checks, with a random part of the blob, that a place serves the blob of an index to the
+// pull. A HEAD request would not show that the registry serves ranges. The caller has checked that
+// the registry has served the whole blob to this node before. Another registry might have only a
+// part of the blob, but the index has the names of all files (docs/adr/001-layer-access.md).
 func (b *blobSource) prove(ctx context.Context, p *place, x *blobindex.Index) error {
 	cells := (x.BlobSize + blobindex.Grid - 1) / blobindex.Grid
 	offset := rand.Int64N(cells) * blobindex.Grid
@@ -273,11 +273,11 @@ func (b *blobSource) prove(ctx context.Context, p *place, x *blobindex.Index) er
 	return nil
 }
 
-// proveSealed is prove for a sealed index: the place must send a random span of the blob.
+// proveSealed is prove for a sealed index. The place must send a random span of the blob.
 func (b *blobSource) proveSealed(ctx context.Context, p *place, x *blobindex.Index) error {
 	i := len(x.Points) - 1
 	if i > 1 {
-		i = 1 + rand.IntN(i) // the first one has the header, and no seal
+		i = 1 + rand.IntN(i) // the first span has the gzip header, and no seal
 	}
 	offset, size := x.GridRange(i, i)
 	raw, err := b.bytes(ctx, p, offset, size)

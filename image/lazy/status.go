@@ -9,11 +9,11 @@ import (
 	"berth/internal/errdefs"
 )
 
-// FetchedAnnotation is the annotation of an incomplete image in CRI's image lists: how much of it
-// is on the node, such as "37 %". CRI has no field for it.
+// FetchedAnnotation is the annotation of an incomplete image in CRI's image lists. It says how much
+// of the image is on the node, such as "37 %". CRI has no field for it.
 const FetchedAnnotation = "berth.fetched"
 
-// Status says what of an image is not fetched yet.
+// Status says which parts of an image are missing.
 type Status struct {
 	Fetched int64         `json:"fetched"` // bytes of the blobs of incomplete layers
 	Size    int64         `json:"size"`    // of these blobs
@@ -26,14 +26,14 @@ type LayerStatus struct {
 	Incomplete bool          `json:"incomplete"`         // parts of its content are not there yet
 	Fetched    int64         `json:"fetched,omitempty"`  // bytes of the blob of an incomplete layer
 	Size       int64         `json:"size,omitempty"`     // of that blob
-	Unproven   string        `json:"unproven,omitempty"` // what its index was made of, until that is proven: the table of contents
+	Unproven   string        `json:"unproven,omitempty"` // the table of contents from which its index was made, until it is proven
 	Error      string        `json:"error,omitempty"`    // why it cannot be completed
 	// FailedReads are reads that failed with EIO since the start, mostly because no host served the
-	// content in time. LastFailedRead is the time of the last one.
+	// content in time. LastFailedRead is the time of the last failed read.
 	FailedReads    uint64     `json:"failedReads,omitempty"`
 	LastFailedRead *time.Time `json:"lastFailedRead,omitempty"`
-	// Decision is that of the last pull that had to get the layer. With the policy Off, only
-	// incomplete layers have one.
+	// Decision is the decision of the last pull that had to get the layer. If the policy is Off,
+	// only incomplete layers have a decision.
 	Decision string `json:"decision,omitempty"`
 }
 
@@ -42,16 +42,16 @@ func (l *Status) Percent() string {
 	return strconv.FormatInt(l.Fetched*100/max(l.Size, 1), 10) + " %"
 }
 
-// Status describes an image with incomplete layers, or one whose pull has decided about lazy
-// layers; nil for others. names are those of the image's layers in the layer store, and recorded
-// are its recorded decisions. It answers from memory.
+// Status describes the lazy layers of an image. It is nil for an image without incomplete layers
+// and without decisions about lazy layers. names are the names of the image's layers in the layer
+// store. recorded are its recorded decisions. It answers from memory.
 func (z *Layers) Status(names, diffIDs []digest.Digest, recorded map[digest.Digest]string) *Status {
 	status, some := &Status{}, false
 	decisions := z.Decisions(names, recorded)
 	for i, name := range names {
 		l := LayerStatus{Layer: diffIDs[i]}
 		incomplete := z.Get(name)
-		if incomplete != nil || z.Enabled() { // else it says nothing of interest
+		if incomplete != nil || z.Enabled() { // otherwise the status has no information
 			l.Decision = decisions[name]
 		}
 		if incomplete != nil {
@@ -77,8 +77,8 @@ func (z *Layers) Status(names, diffIDs []digest.Digest, recorded map[digest.Dige
 	return status
 }
 
-// Fetched returns how much of the layers of an incomplete image is on the node, or "" for complete
-// ones.
+// Fetched returns how much of the layers of an incomplete image is on the node, or "" if they are
+// complete.
 func (z *Layers) Fetched(names []digest.Digest) string {
 	sum := Status{}
 	for _, name := range names {
@@ -100,7 +100,7 @@ type Stats struct {
 	Waiting int    // reads that wait for content now
 	Waited  uint64 // reads that had to wait
 	Failed  uint64 // reads that failed with EIO
-	// Failures are attempts to fetch content that failed.
+	// Failures counts failed attempts to fetch content.
 	Failures uint64
 }
 
@@ -136,7 +136,8 @@ func (z *Layers) Decided(name digest.Digest, reason string) {
 	z.decisions[name] = errdefs.Clip(reason)
 }
 
-// Decisions returns what pulls have decided about layers: since the start, else what is recorded.
+// Decisions returns the decisions of pulls about layers. Decisions since the start replace recorded
+// ones.
 func (z *Layers) Decisions(layers []digest.Digest,
 	recorded map[digest.Digest]string) map[digest.Digest]string {
 	z.mu.Lock()

@@ -55,8 +55,8 @@ func tableOf(l registry.Layer) string {
 }
 
 // createByTable creates a layer from the table of contents of its blob. The registry of the pull
-// must send the table, so it has at least this part of the blob, and lets the pull have it. If the
-// table is a blob of its own, the registry must also send a part of the layer's blob.
+// must send the table. That shows that it has this part of the blob, and that the pull may have it.
+// If the table is a separate blob, the registry must also send a part of the layer's blob.
 func (z *Layers) createByTable(ctx context.Context, store *layer.Store, repo *registry.Repository,
 	l registry.Layer) error {
 	src, done := z.use(SourceOf(l), l.Blob.Size)
@@ -85,7 +85,7 @@ func (z *Layers) createByTable(ctx context.Context, store *layer.Store, repo *re
 	table := &layer.TOC{Registry: repo.Reference().Domain, Name: tableOf(l)}
 	err = store.CreateLazy(ctx, SourceOf(l), x, table, z.filler(src, SourceOf(l), x, table))
 	if errors.Is(err, layer.ErrThere) && !replaced {
-		src.drop(p) // it has shown nothing about that layer
+		src.drop(p) // the place has shown nothing about the existing layer
 	}
 	z.prefer(src.name)
 	return err
@@ -95,8 +95,8 @@ const (
 	// tableTimeout limits the time to read a table of contents and to make a tree of it. After that
 	// the layer is fetched whole.
 	tableTimeout = 30 * time.Second
-	// maxUnproven limits the indexes that are not proven, in bytes: they are in memory. Concurrent
-	// pulls can exceed it by two indexes.
+	// maxUnproven limits the bytes of indexes that are not proven, because they are in memory.
+	// Concurrent pulls can exceed it by two indexes.
 	maxUnproven = 128 << 20
 )
 
@@ -171,7 +171,7 @@ func (z *Layers) treeOfTable(ctx context.Context, store *layer.Store, domain str
 	return err
 }
 
-// maxTree limits the tree of a layer: an image with a larger one is stored as directories.
+// maxTree limits the tree of a layer. An image with a larger tree is stored as directories.
 const maxTree = 64 << 20
 
 // parallelTables limits the tables of contents that are read and decoded at a time.
@@ -189,7 +189,7 @@ func (z *Layers) decodeTree(encoded []byte, dataSize int64) (*tree.Node, error) 
 }
 
 // prover returns the function that proves the table of contents of a layer. It unpacks the blob
-// again, with a slot and memory as at a pull.
+// again. For that it waits for an unpack slot and memory, as a pull does.
 func (z *Layers) prover(from layer.Source, blobSize int64, table *layer.TOC) fill.Prove {
 	l := registry.Layer{Blob: ocispec.Descriptor{Digest: from.Blob, Size: blobSize}, DiffID: from.DiffID}
 	b := z.parts.Budget
@@ -271,8 +271,8 @@ func (z *Layers) findZtocs(ctx context.Context, store *layer.Store, img *registr
 	}
 }
 
-// rejectTable acts on a layer whose table of contents is false, or could not be proven. Its
-// containers may have used files that are not those of the image.
+// rejectTable acts on a layer whose table of contents is false, or could not be proven. Containers
+// on the layer may have used wrong files.
 func (z *Layers) rejectTable(from layer.Source, table string, reason error) {
 	said := "the table of contents of a layer could not be proven"
 	if errors.Is(reason, fill.ErrWrongIndex) {
@@ -284,8 +284,9 @@ func (z *Layers) rejectTable(from layer.Source, table string, reason error) {
 		from.DiffID, reason))
 }
 
-// falseTables are tables of contents that are not used until the next start. Others of the same
-// blob are: anyone can make an image with a layer of another one, and a false table of it.
+// falseTables are tables of contents that are not used until the next start. Other tables of the
+// same blob are still used, because anyone can make an image with a layer of another image and a
+// false table for it.
 type falseTables struct {
 	mu sync.Mutex
 	// +checklocks:mu
@@ -298,7 +299,7 @@ type blobTable struct {
 	table string // see tableOf
 }
 
-// maxFalseTables limits them. Then no table is used.
+// maxFalseTables limits the false tables. If there are so many, no table is used.
 const maxFalseTables = 10_000
 
 func (f *falseTables) has(blob digest.Digest, table string) bool {

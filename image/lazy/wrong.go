@@ -10,8 +10,7 @@ import (
 	"berth/image/layer"
 )
 
-// wrongFiles passes on layers whose files may be other than those of the image, so that the
-// containers on them are killed.
+// wrongFiles reports layers whose files may be wrong, so that the containers on them are killed.
 type wrongFiles struct {
 	mu sync.Mutex
 	// +checklocks:mu
@@ -21,7 +20,7 @@ type wrongFiles struct {
 }
 
 // OnWrongFiles sets the function that kills the containers on a layer whose files may be wrong. It
-// is called once for each such layer, also for those found before. It must not block.
+// is called once for each such layer, also for layers that were found before. It must not block.
 func (z *Layers) OnWrongFiles(kill func(layer digest.Digest, reason string)) { z.wrong.set(kill) }
 
 func (w *wrongFiles) add(layer digest.Digest, reason string) {
@@ -47,10 +46,10 @@ func (w *wrongFiles) set(kill func(layer digest.Digest, reason string)) {
 	w.early = nil
 }
 
-// NoteUnloaded notes which unproven layers a new store has not loaded: they can never be proven.
-// placed and aside are those of layer.Unproven before the store was opened. A layer that was set
-// aside earlier counts while no other layer has its name (isThere), because an earlier daemon may
-// have ended before it killed the containers.
+// NoteUnloaded notes which unproven layers a new store has not loaded. They can never be proven.
+// placed and aside are the results of layer.Unproven before the store was opened. An earlier daemon
+// may have ended before it killed the containers on a layer that was set aside. So such a layer
+// also counts, unless another layer has its name (isThere).
 func (z *Layers) NoteUnloaded(store *layer.Store, isThere func(digest.Digest) bool,
 	placed, aside []digest.Digest) {
 	z.unloaded = slices.DeleteFunc(aside, isThere)
@@ -61,8 +60,8 @@ func (z *Layers) NoteUnloaded(store *layer.Store, isThere func(digest.Digest) bo
 	}
 }
 
-// endUnloaded ends the containers on a layer that could not be loaded. Its images are set aside,
-// because a layer of theirs is missing.
+// endUnloaded ends the containers on a layer that could not be loaded. The image store has set the
+// layer's images aside, because a layer is missing.
 func (z *Layers) endUnloaded(name digest.Digest) {
 	z.log.Error("a layer whose index was not proven cannot be used any more; the containers on it are killed", "layer", name)
 	z.wrong.add(name, fmt.Sprintf("the files of the image may have been wrong: the index of the layer %s was not proven, "+

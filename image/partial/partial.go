@@ -1,15 +1,15 @@
 // Package partial keeps the start of blobs whose transfer did not finish, so that the next pull
 // fetches only the rest.
 //
-// Contract: a file holds the first bytes of one blob as one repository sent them. It grows during
-// the transfer and is removed when the blob is complete, so any length is valid and a killed daemon
-// leaves nothing to repair. Files are not synced. Their content is not trusted: the caller hashes
-// it with the rest, checks the blob's digest as always, and discards the file if the digest is
-// wrong. A file is used only for the repository that sent it, and only after its registry has
-// agreed to send the rest to the new pull's credentials. So other repositories can neither use,
-// measure nor damage it (docs/adr/001-layer-access.md). Files expire, have a common limit, and are
-// dropped when the filesystem is short of space. A failure to write one never makes a pull fail.
-// Entries of the directory that are not such files are reported and left alone.
+// A file holds the first bytes of one blob, as one repository has sent them. It grows during the
+// transfer and is removed when the blob is complete, so any length is valid and a killed daemon
+// leaves nothing to repair. Files are not synced. Their content is not trusted. The caller hashes
+// it with the rest, checks the blob's digest, and discards the file if the digest is wrong. A file
+// is used only for the repository that has sent it. The registry must first begin to send the rest
+// to the new pull. So other repositories cannot use, measure or damage the file
+// (docs/adr/001-layer-access.md). Files expire, have a common limit, and are dropped when the
+// filesystem is short of space. A failure to write one never makes a pull fail. Other entries of
+// the directory are reported and kept.
 package partial
 
 import (
@@ -32,12 +32,12 @@ import (
 )
 
 const (
-	// MinSize is the least number of bytes worth keeping. Smaller blobs get no file.
+	// MinSize is the least number of bytes that are kept. Smaller blobs get no file.
 	MinSize = 1 << 20
 	// DefaultMaxBytes is the default of Config.MaxBytes.
 	DefaultMaxBytes = 8 << 30
 	// inflation is the usual ratio of an unpacked layer to its blob. A file is written only while
-	// the filesystem has room for the layer without it.
+	// the filesystem has room for both the file and the layer.
 	inflation = 4
 	// checkEvery is how many bytes are written between two checks of the free space.
 	checkEvery = 8 << 20
@@ -65,13 +65,13 @@ type Store struct {
 	bytes int64 // of all files
 }
 
-// file describes one file.
+// file describes a file of the store.
 type file struct {
 	size    int64
 	changed time.Time
 	active  bool     // a Blob has it open, or it is being removed
 	content *os.File // of the Blob
-	reading bool     // the Blob still reads the bytes of earlier transfers
+	reading bool     // a Blob still reads the bytes of earlier transfers
 	dropped bool     // the Blob must discard it
 }
 
@@ -150,7 +150,8 @@ func (s *Store) Usage() (files int, bytes int64) {
 	return len(s.files), s.bytes
 }
 
-// Expire removes the files that have not changed for the TTL, and those too small to be of use.
+// Expire removes the files that have not changed for the TTL, and the files that are too small to
+// be useful.
 func (s *Store) Expire(now time.Time) error {
 	return s.drop(func(f *file) bool { return f.size < MinSize || now.Sub(f.changed) >= s.cfg.TTL })
 }
@@ -159,7 +160,8 @@ func (s *Store) Expire(now time.Time) error {
 func (s *Store) Clear() error { return s.drop(func(*file) bool { return true }) }
 
 // Reclaim frees the space of all files, because other data needs it. Current transfers continue and
-// keep nothing more. Only a transfer that still reads the bytes of an earlier one keeps its file.
+// keep nothing more. A transfer that still reads the bytes of an earlier transfer keeps its file
+// until it has read them.
 func (s *Store) Reclaim() error {
 	s.mu.Lock()
 	var open []*os.File
@@ -189,7 +191,7 @@ func (s *Store) drop(chosen func(*file) bool) (failed error) {
 	var names []string
 	for name, f := range s.files {
 		if !f.active && chosen(f) {
-			f.active = true // nobody opens it meanwhile
+			f.active = true // an active file is not opened meanwhile
 			names = append(names, name)
 		}
 	}
@@ -217,7 +219,7 @@ func (s *Store) remove(name string) error {
 }
 
 // makeRoom removes the least recently changed files until another n bytes are within the limit. It
-// reports whether they are.
+// reports whether that succeeded.
 func (s *Store) makeRoom(n int64) bool {
 	for {
 		s.mu.Lock()
@@ -259,12 +261,12 @@ type Blob struct {
 	had     int64    // bytes from earlier transfers
 	at      int64    // position of the next byte received
 	checked int64    // position at the last check of the free space
-	full    bool     // the limit is reached: the file keeps what it has
+	full    bool     // the limit is reached, and the file grows no more
 }
 
-// Open opens what is kept of a repository's blob, for a transfer of the blob. The result is nil if
-// nothing is to be kept: the blob is small, the disk has no room, or another transfer has the file.
-// The caller calls Keep or Discard.
+// Open opens the kept bytes of a repository's blob for a transfer of the blob. The result is nil if
+// the blob is small, the disk has no room, or another transfer has the file. The caller calls Keep
+// or Discard.
 func (s *Store) Open(repository string, want ocispec.Descriptor) *Blob {
 	if s.cfg.TTL <= 0 || want.Size < MinSize {
 		return nil
@@ -282,7 +284,7 @@ func (s *Store) Open(repository string, want ocispec.Descriptor) *Blob {
 	return b
 }
 
-// activate marks a file as in use by a transfer, unless it is.
+// activate marks a file as in use by a transfer, unless it is in use already.
 func (s *Store) activate(name string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -313,7 +315,7 @@ func (b *Blob) open() (err error) {
 	if err != nil {
 		return err
 	}
-	// The registry must send at least one byte: that shows that the pull may have the blob.
+	// The registry must send at least one byte, which shows that the pull may have the blob.
 	b.had = min(info.Size(), b.want.Size-1)
 	if err := b.content.Truncate(b.had); err != nil {
 		return err
@@ -339,7 +341,7 @@ func (s *Store) changed(name string, size int64) {
 	f.size, f.changed = size, time.Now()
 }
 
-// hasRoom checks that the filesystem has room for the layer without the file.
+// hasRoom checks that the filesystem has room for the layer in addition to the file.
 func (b *Blob) hasRoom() error { return b.store.cfg.HasRoom(uint64(b.want.Size) * inflation) }
 
 // Had returns the bytes of earlier transfers and their number.
@@ -350,8 +352,9 @@ func (b *Blob) Had() (content io.Reader, size int64) {
 	return io.NewSectionReader(b.content, 0, b.had), b.had
 }
 
-// Received adds the next bytes of the blob, which begin with those of Had. At the limit of all
-// files, the file stops growing. After a failure the file is gone and later bytes are ignored.
+// Received adds the next bytes of the blob. The first bytes are those that Had returned. At the
+// limit of all files, the file stops growing. After a failure the file is gone and later bytes are
+// ignored.
 func (b *Blob) Received(p []byte) {
 	if b == nil || b.content == nil {
 		return
@@ -399,7 +402,8 @@ func (b *Blob) add(p []byte) error {
 	return nil
 }
 
-// isDropped reports whether the file must be discarded. The Blob has read what it had.
+// isDropped reports whether the file must be discarded. The Blob has read all bytes of earlier
+// transfers.
 func (b *Blob) isDropped() (dropped bool) {
 	b.store.update(b.name, func(f *file) { f.reading, dropped = false, f.dropped })
 	return dropped

@@ -14,7 +14,7 @@ import (
 // maxReason limits the text of a refusal, in bytes.
 const maxReason = 200
 
-// find asks the home nodes of a layer. The first one that answers decides.
+// find asks the home nodes of a layer. The first node that answers decides.
 func (p *Peers) find(ctx context.Context, q query) (answer found, err error) {
 	err = ErrNone
 	for _, home := range homes(p.members.all(), q.Key, homeCount) {
@@ -53,7 +53,7 @@ func (p *Peers) call(ctx context.Context, address, path string, body, result any
 	}
 	defer response.Body.Close() // read only
 	if response.StatusCode/100 != 2 {
-		reason, _ := io.ReadAll(io.LimitReader(response.Body, maxReason)) // as far as it comes
+		reason, _ := io.ReadAll(io.LimitReader(response.Body, maxReason)) // as much of the text as arrives
 		return fmt.Errorf("ask peer %s: it answers %s: %q", address, http.StatusText(response.StatusCode), reason)
 	}
 	if result == nil {
@@ -102,8 +102,8 @@ func (p *Peers) end(k Key, f *fetch, have bool) (tell bool) {
 	return true
 }
 
-// running returns a channel that is closed when a layer has been fetched, or nil if this node does
-// not fetch it. received returns the bytes so far.
+// running returns a channel that is closed when a layer has been fetched. It returns nil if this
+// node does not fetch the layer. received returns the bytes so far.
 func (p *Peers) running(k Key) (done <-chan struct{}, received func() int64) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -128,8 +128,8 @@ func (p *Peers) tell(k Key, have bool) {
 	p.spawn("announce layer", func(ctx context.Context) { p.announce(ctx, []Key{k}, !have) })
 }
 
-// announceAll announces all layers, again and again, because home nodes forget and change. Each
-// time, it also forgets what other nodes have not announced again.
+// announceAll announces all layers periodically, because home nodes forget and change. Each time,
+// it also forgets layers that other nodes have not announced again.
 func (p *Peers) announceAll(ctx context.Context) {
 	p.members.wait(ctx)
 	tick := time.NewTicker(announcePeriod)
@@ -145,7 +145,8 @@ func (p *Peers) announceAll(ctx context.Context) {
 	}
 }
 
-// announce tells the home nodes of layers. A home node that cannot be reached learns it later.
+// announce tells the home nodes of layers. A home node that cannot be reached gets a later
+// announcement.
 func (p *Peers) announce(ctx context.Context, keys []Key, failed bool) {
 	byHome := map[string][]Key{}
 	members := p.members.all()

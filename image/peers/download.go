@@ -14,8 +14,8 @@ import (
 // maxResumes limits how often a broken transfer is resumed.
 const maxResumes = 3
 
-// Download is the tar of a layer that a peer sends. A broken transfer is resumed; one that is
-// slower than leastRate fails. The tar is not verified. Not safe for concurrent use.
+// Download is the tar of a layer that a peer sends. A broken transfer is resumed. A transfer that
+// is slower than leastRate fails. The tar is not verified. Not safe for concurrent use.
 type Download struct {
 	ctx     context.Context
 	peers   *Peers
@@ -34,7 +34,7 @@ func (d *Download) Address() string { return d.address }
 // Size returns the length of the tar in bytes, as the peer says.
 func (d *Download) Size() int64 { return d.size }
 
-// request requests the rest of the tar. The peer may let the request wait for an upload.
+// request requests the rest of the tar. The peer may delay the answer until it has a free upload.
 func (d *Download) request(wait time.Duration) error {
 	ctx, cancel := context.WithCancelCause(d.ctx)
 	late := time.AfterFunc(d.peers.answerTimeout(wait), func() { cancel(fair.ErrStalled) })

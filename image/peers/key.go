@@ -13,8 +13,8 @@ import (
 	"github.com/opencontainers/go-digest"
 )
 
-// Key names a layer: what its image's manifest and configuration say of it, and the host of the
-// registry that has confirmed it.
+// Key names a layer: by its digests in the manifest and the configuration of an image, and by the
+// host of the registry that has confirmed it.
 type Key struct {
 	Registry string        `json:"registry"`
 	Blob     digest.Digest `json:"blob"`
@@ -58,8 +58,8 @@ func keyOf(u *url.URL) (Key, error) {
 	return k, k.Validate()
 }
 
-// homes returns the members that know about a layer, the first one first. Nodes with the same
-// members get the same result. A change of one member changes few results.
+// homes returns the home nodes of a layer, in the order to ask them. Nodes with the same members
+// get the same result. If one member changes, the home nodes of few layers change.
 func homes(members []string, k Key, count int) []string {
 	type ranked struct {
 		address string

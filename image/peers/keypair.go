@@ -7,8 +7,8 @@ import (
 	"sync"
 )
 
-// keyPair is a certificate with its key in PEM files, which may be renewed. Strangers cause reads
-// of it, so unchanged files are not parsed again. Safe for concurrent use.
+// keyPair is a certificate with its key in PEM files, which may be renewed. Every connection of a
+// stranger reads it, so unchanged files are not parsed again. Safe for concurrent use.
 type keyPair struct {
 	files [2]string // certificate, key
 

@@ -16,25 +16,25 @@ import (
 )
 
 const (
-	// maxHandshakes limits the connections whose TLS handshake is not complete. One takes a
+	// maxHandshakes limits the connections whose TLS handshake is not complete. A handshake takes a
 	// goroutine and about 30 KB.
 	maxHandshakes = 256
 	// acceptPause is the time between two attempts to accept a connection while descriptors lack.
 	acceptPause = 100 * time.Millisecond
 )
 
-// memberListener accepts connections whose client has shown a certificate of the CA. Only these
-// take places of the server, and certificates share the places fairly.
+// memberListener accepts connections whose client has shown a certificate of the CA. Only such
+// connections take places of the server, and certificates share the places fairly.
 //
-// Anyone can connect, and be silent. So handshakes have a limit of time and number. One that begins
-// beyond the limit ends the oldest one, which has had the most time: at 200 connections a second a
-// handshake has more than a second, and takes milliseconds. Connections from addresses of members
-// are ended last.
+// Anyone can connect, and be silent. So the time and the number of handshakes are limited. If there
+// are too many, a new handshake ends the oldest one. At 200 connections a second a handshake still
+// has more than a second, and it takes milliseconds. Connections from addresses of members are
+// ended last.
 type memberListener struct {
 	net.Listener
 	config   *tls.Config
 	timeout  time.Duration // of a handshake
-	places   *fair.Slots   // of connections after it, by certificate
+	places   *fair.Slots   // of connections after the handshake, by certificate
 	known    func(net.Addr) bool
 	life     *task.Lifetime
 	log      *slog.Logger
@@ -55,7 +55,7 @@ type handshake struct {
 }
 
 // newMemberListener returns a listener whose goroutines end with life. known reports whether an
-// address is that of a member.
+// address belongs to a member.
 func newMemberListener(of net.Listener, config *tls.Config, timeout time.Duration, places int,
 	known func(net.Addr) bool, life *task.Lifetime, log *slog.Logger) *memberListener {
 	return &memberListener{Listener: of, config: config, timeout: timeout, places: fair.NewSlots(places), known: known,
@@ -73,7 +73,7 @@ func (m *memberListener) run() {
 			m.begin(conn)
 		case errors.Is(err, net.ErrClosed):
 			return
-		default: // descriptors lack, or the connection has ended already
+		default: // no descriptor is free, or the connection has ended already
 			m.log.Warn("accept a connection for peers; another attempt follows", "error", err)
 			select {
 			case <-time.After(acceptPause):
@@ -98,8 +98,8 @@ func (m *memberListener) begin(conn net.Conn) {
 	_ = conn.Close() // refused
 }
 
-// enter adds a handshake. If there are too many, end is the one that it replaces. ok is false if
-// only members are shaking hands and h is not known.
+// enter adds a handshake. If there are too many, it replaces another handshake, and returns it as
+// end. ok is false if all other handshakes are from members and h is not.
 func (m *memberListener) enter(h *handshake) (end *handshake, ok bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -116,7 +116,7 @@ func (m *memberListener) enter(h *handshake) (end *handshake, ok bool) {
 	return end, true
 }
 
-// leave removes a handshake. It returns false if another one has replaced it.
+// leave removes a handshake. It returns false if another handshake has replaced it.
 func (m *memberListener) leave(h *handshake) bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -199,7 +199,7 @@ func (m *memberListener) Close() error {
 type countedConn struct {
 	net.Conn
 	once    sync.Once
-	release func() // nil: it has no place
+	release func() // nil: the connection has no place
 }
 
 // Close implements net.Conn.

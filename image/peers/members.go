@@ -27,9 +27,9 @@ const (
 	maxResolving = 16
 	// maxMembers limits the addresses of all seeds.
 	maxMembers = 10_000
-	// banTime is how long a peer that sent wrong bytes is not asked.
+	// banTime is the time for which a peer is not asked after it has sent wrong bytes.
 	banTime = time.Hour
-	// pauseTime is how long a peer that did not answer is not asked.
+	// pauseTime is the time for which a peer is not asked after it did not answer.
 	pauseTime = 10 * time.Second
 )
 
@@ -120,8 +120,7 @@ type resolution struct {
 	err       error
 }
 
-// resolveAll resolves the seeds at the same time, so that one that hangs does not make the list
-// incomplete.
+// resolveAll resolves the seeds at the same time, so that a hanging seed does not delay the others.
 func (m *members) resolveAll(ctx context.Context) []resolution {
 	results := make([]resolution, len(m.seeds))
 	group := errgroup.Group{}
@@ -182,7 +181,7 @@ func (m *members) all() []string {
 	return m.known
 }
 
-// has reports whether an address is that of a member.
+// has reports whether an address belongs to a member.
 func (m *members) has(address string) bool {
 	_, ok := slices.BinarySearch(m.all(), address)
 	return ok

@@ -24,20 +24,20 @@ import (
 )
 
 const (
-	// homeCount is the number of home nodes of a layer. The second one serves while the first is
+	// homeCount is the number of home nodes of a layer. The second node serves while the first is
 	// down.
 	homeCount = 2
 	// announcePeriod is the time between two announcements of all layers to their home nodes.
 	announcePeriod = time.Hour
 	// maxBody limits the JSON of a call: the keys of an announcement.
 	maxBody = 1 << 20
-	// maxAnnounced limits the keys in one announcement; maxBody holds them.
+	// maxAnnounced limits the keys in one announcement. So many keys fit into maxBody.
 	maxAnnounced = 1000
 	// closeTimeout limits the wait for requests that read a disk when berth stops.
 	closeTimeout = 5 * time.Second
-	// idleTime is how long a connection is kept for the next layer of a pull.
+	// idleTime is how long an unused connection is kept for the next layer of a pull.
 	idleTime = 10 * time.Second
-	// pauseOfRounds is the least time between two questions of a Search to the same peers.
+	// pauseOfRounds is the least time between two requests of a Search to the same peers.
 	pauseOfRounds = 500 * time.Millisecond
 	// DefaultSearchTimeout is the default of Config.SearchTimeout.
 	DefaultSearchTimeout = time.Minute
@@ -203,11 +203,11 @@ func newPeers(cfg Config, clientTLS *tls.Config) *Peers {
 	}
 	p.client = &http.Client{
 		Transport: &http.Transport{
-			Proxy:           nil, // a proxy would see the layers, and a peer is near
+			Proxy:           nil, // no proxy, because it would see the layers, and peers are near
 			DialContext:     (&net.Dialer{Timeout: cfg.CallTimeout}).DialContext,
 			TLSClientConfig: clientTLS, ForceAttemptHTTP2: true,
 			TLSHandshakeTimeout: cfg.CallTimeout, IdleConnTimeout: idleTime,
-			MaxConnsPerHost:        1, // else requests that begin together would each dial
+			MaxConnsPerHost:        1, // otherwise concurrent requests would each dial
 			MaxResponseHeaderBytes: 16 << 10,
 		},
 		CheckRedirect: func(*http.Request, []*http.Request) error { return errors.New("a peer must not redirect") },
@@ -243,7 +243,7 @@ func (p *Peers) guard(what string, f func()) {
 	_ = task.Guard(p.cfg.Log, what, "peers", func() error { f(); return nil }) // the log has it
 }
 
-// tlsConfigs reads the files of cfg. Both sides verify that the other one has a certificate of the
+// tlsConfigs reads the files of cfg. Both sides verify that the other side has a certificate of the
 // CA. The name in it does not matter: nodes have many addresses, and all peers have the same
 // rights.
 func tlsConfigs(cfg Config) (server, client *tls.Config, err error) {

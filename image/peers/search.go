@@ -13,10 +13,11 @@ import (
 )
 
 var (
-	// ErrNone is the error of a Search if no peer has the layer. This node fetches it from the
-	// registry, and home nodes make others wait for that.
+	// ErrNone is the error of a Search if no peer has the layer. This node fetches the layer from
+	// the registry, and home nodes make other nodes wait for it.
 	ErrNone = errors.New("no peer has the layer")
-	// ErrFetching is the error of Open if the layer is no longer at a peer, but one is fetching it.
+	// ErrFetching is the error of Open if no peer has the layer any more, but a peer is fetching
+	// it.
 	ErrFetching = errors.New("a peer fetches the layer")
 
 	errSlow    = errors.New("peers make no progress with the layer")
@@ -24,31 +25,33 @@ var (
 	errMissing = errors.New("it does not send the layer")
 )
 
-// leastRate is the least rate, in bytes a second, of a transfer between peers, and of the fetch of
-// a node that others wait for. Below that, another source is better.
+// leastRate is the least rate, in bytes a second, of a transfer between peers. It also applies to a
+// fetch from the registry for which other nodes wait. If the rate is lower, another source is
+// better.
 const leastRate = 32 << 10
 
 // Search looks for a layer at peers. Not safe for concurrent use.
 //
-// The caller calls Wait, which returns when a peer has the layer, and then Open. In between it can
-// wait for what it needs to read the layer: a peer that is ready to send has few uploads.
+// The caller calls Wait, which returns when a peer has the layer, and then Open. Between the two
+// calls it can wait for an unpack slot and memory. It must not call Open before, because a peer has
+// few uploads.
 //
-// A Search without progress ends after Config.SearchTimeout. It ends after leaseTime in any case.
-// After an error, the caller fetches the layer from the registry.
+// A Search that makes no progress ends after Config.SearchTimeout. It ends after leaseTime. After
+// an error, the caller fetches the layer from the registry.
 type Search struct {
 	peers    *Peers
 	key      Key
 	blobSize int64
 	gone     []string         // peers that cannot send the layer
-	sources  []string         // peers to ask next; empty: a home node is to be asked
-	fetching bool             // the source is fetching the layer, as its home node knows
+	sources  []string         // peers to ask next; empty: ask a home node next
+	fetching bool             // the source is still fetching the layer, according to a home node
 	received map[string]int64 // bytes that a fetching node has, by address
 	progress int64            // bytes that fetching nodes have received in this round
 	meter    fair.Meter
 	waited   time.Duration // in all rounds
 }
 
-// Search begins to look for a layer whose blob has a size.
+// Search begins to look for a layer whose blob has size bytes.
 func (p *Peers) Search(k Key, blobSize int64) *Search {
 	return &Search{
 		peers: p, key: k, blobSize: blobSize, received: map[string]int64{},
@@ -57,7 +60,7 @@ func (p *Peers) Search(k Key, blobSize int64) *Search {
 }
 
 // Wait waits until a peer has the layer. If a peer is fetching it from the registry, Wait waits for
-// that. It returns ErrNone if this node is to fetch the layer.
+// that peer. It returns ErrNone if this node must fetch the layer.
 func (s *Search) Wait(ctx context.Context) error {
 	defer s.peers.cfg.Waits.BeginOpen("layer of a peer", "layer "+s.key.DiffID.String())()
 	s.peers.members.wait(ctx)
@@ -95,9 +98,9 @@ func (s *Search) Exclude(address string) {
 // requestTimeout returns how long a request may wait at a peer.
 func (s *Search) requestTimeout() time.Duration { return min(s.peers.wait, s.meter.Left()) }
 
-// repeat calls ask for one source after the other, until it returns no error. later says that the
-// source may be asked again. Other sources are excluded after an error, except after ErrFetching,
-// which ends repeat.
+// repeat calls ask for one source after the other, until it returns no error. If ask returns later,
+// the source may be asked again. Otherwise an error excludes the source. ErrFetching ends repeat
+// and excludes no source.
 func (s *Search) repeat(ctx context.Context, ask func(address string) (later bool, err error)) error {
 	for {
 		began := time.Now()
@@ -105,7 +108,7 @@ func (s *Search) repeat(ctx context.Context, ask func(address string) (later boo
 		if done || err != nil {
 			return err
 		}
-		// Answers that come at once must not make a busy loop.
+		// Fast answers must not make a busy loop.
 		if pause := s.peers.pause - time.Since(began); pause > 0 {
 			select {
 			case <-time.After(pause):
@@ -152,7 +155,7 @@ func (s *Search) round(ctx context.Context, ask func(address string) (later bool
 	return false, nil
 }
 
-// find asks the home nodes for sources. It takes few of them, each once, whatever the answer.
+// find asks the home nodes for sources. It returns a few sources, and no source twice in a Search.
 func (s *Search) find(ctx context.Context) error {
 	answer, err := s.peers.find(ctx, query{Key: s.key, From: s.peers.cfg.Advertise, Gone: s.gone})
 	if err != nil {
@@ -186,8 +189,8 @@ func (s *Search) note(address, header string) error {
 	return ErrFetching
 }
 
-// await waits until a node has fetched the layer. It returns ErrFetching if that takes longer than
-// the request may wait.
+// await waits until a node has fetched the layer. It returns ErrFetching if the fetch takes longer
+// than the request may wait.
 func (p *Peers) await(ctx context.Context, s *Search, address string) error {
 	wait := s.requestTimeout()
 	ctx, cancel := context.WithTimeout(ctx, p.answerTimeout(wait))
@@ -207,7 +210,7 @@ func (p *Peers) await(ctx context.Context, s *Search, address string) error {
 	}
 }
 
-// answerTimeout limits the time to an answer of a request that waits at the peer: connection,
+// answerTimeout limits the time until a request that waits at the peer is answered. Connection,
 // handshake and answer take at most CallTimeout each.
 func (p *Peers) answerTimeout(wait time.Duration) time.Duration { return wait + 3*p.cfg.CallTimeout }
 

@@ -50,7 +50,7 @@ type query struct {
 type announcement struct {
 	From   string `json:"from"`
 	Keys   []Key  `json:"keys"`
-	Failed bool   `json:"failed,omitempty"` // the node could not fetch them
+	Failed bool   `json:"failed,omitempty"` // the node could not fetch the layers
 }
 
 func (p *Peers) newServer(config *tls.Config) *http.Server {
@@ -83,9 +83,9 @@ func (p *Peers) guarded(h http.Handler) http.Handler {
 	})
 }
 
-// serveLayer sends a tar. A HEAD request waits for a layer that this node fetches; the answer is
-// 202 if that takes longer than the request may wait. A GET request waits for a free upload; the
-// answer is 503 if there is none.
+// serveLayer sends a tar. A HEAD request waits for a layer that this node fetches. The answer is
+// 202 if the fetch takes longer than the request may wait. A GET request waits for a free upload.
+// The answer is 503 if there is none.
 func (p *Peers) serveLayer(w http.ResponseWriter, r *http.Request) {
 	k, wait, err := parseLayerRequest(r)
 	if err != nil {
@@ -115,8 +115,8 @@ func (p *Peers) serveLayer(w http.ResponseWriter, r *http.Request) {
 	p.upload(w, r, k)
 }
 
-// parseLayerRequest returns the layer, and how long the request may wait. It refuses several
-// ranges, because http.ServeContent reads them in a goroutine of its own.
+// parseLayerRequest returns the layer, and how long the request may wait. It refuses a request for
+// several ranges, because http.ServeContent would read them in a separate goroutine.
 func parseLayerRequest(r *http.Request) (k Key, wait time.Duration, err error) {
 	if k, err = keyOf(r.URL); err != nil {
 		return k, 0, err
@@ -168,8 +168,8 @@ func (p *Peers) awaitLayer(ctx context.Context, header http.Header, k Key) (stat
 	return http.StatusOK
 }
 
-// awaitUpload waits for a free upload of a layer that this node has. Nothing of the layer is open
-// meanwhile.
+// awaitUpload waits for a free upload of a layer that this node has. No file of the layer is open
+// while it waits.
 func (p *Peers) awaitUpload(ctx context.Context, caller string, k Key) (finish func(), status int) {
 	if !p.cfg.Layers.HasShared(k) {
 		if done, _ := p.running(k); done != nil {
@@ -210,8 +210,8 @@ func statusOf(err error) int {
 	}
 }
 
-// upload is a tar that is sent within the bandwidth. Each piece must be taken within the stall
-// timeout, and all pieces of that time together at leastRate, because others wait for an upload.
+// upload is a tar that is sent within the bandwidth. The peer must take each piece within the stall
+// timeout, and must take at least leastRate during this time. Other peers wait for an upload.
 type upload struct {
 	ctx      context.Context
 	peers    *Peers
@@ -221,7 +221,7 @@ type upload struct {
 	from  *io.SectionReader
 	meter fair.Meter
 	piece int       // bytes that the last Read returned
-	read  time.Time // end of the last Read: the peer has taken the piece since
+	read  time.Time // end of the last Read; since then the peer has taken the piece
 }
 
 // Read implements io.Reader.
@@ -230,7 +230,7 @@ func (u *upload) Read(b []byte) (int, error) {
 		return 0, fmt.Errorf("send layer to a peer: %w", fair.ErrStalled)
 	}
 	b = b[:min(len(b), burst)]
-	// The time that the bandwidth takes is not the peer's.
+	// The wait for the bandwidth limit does not count as the peer's time.
 	if err := u.response.SetWriteDeadline(time.Time{}); err != nil {
 		return 0, err
 	}

@@ -11,11 +11,12 @@ const (
 	// holderTime is how long a home node remembers a holder. Holders announce their layers again in
 	// announcePeriod.
 	holderTime = 2 * announcePeriod
-	// leaseTime is how long a node may fetch a layer from the registry, before another one may. It
-	// ends earlier if the node says so, or if another node reports it as gone.
+	// leaseTime is how long a node may fetch a layer from the registry before another node may. The
+	// lease ends earlier if the node says so, or if another node reports that the layer is not
+	// there.
 	leaseTime = 15 * time.Minute
-	// maxTracked is the number of layers that a home node remembers. A layer with all holders takes
-	// about 2 KB, so all of them take 100 MB at the most.
+	// maxTracked is the number of layers that a home node remembers. A layer with the maximum of
+	// holders takes about 2 KB, so all layers take at most 100 MB.
 	maxTracked = 50_000
 	// maxHolders is the number of holders of a layer that a home node remembers.
 	maxHolders = 16
@@ -27,7 +28,7 @@ const (
 type found struct {
 	Holders  []string `json:"holders,omitempty"`  // addresses of nodes with the layer
 	Fetching string   `json:"fetching,omitempty"` // address of the node that fetches it from the registry
-	Fetch    bool     `json:"fetch,omitempty"`    // the asking node is to fetch it
+	Fetch    bool     `json:"fetch,omitempty"`    // the asking node must fetch the layer
 }
 
 // tracker is what a home node knows about layers. Safe for concurrent use.
@@ -42,12 +43,13 @@ type tracker struct {
 // tracked is a layer at its home node.
 type tracked struct {
 	holders  map[string]time.Time // last announcement by address
-	fetching identity             // that has the lease; empty: none
+	fetching identity             // the node with the lease; empty: none
 	until    time.Time            // end of the lease
 }
 
-// identity is that of a node which asks a home node. A lease belongs to both: another certificate
-// can name the same address, and nodes may have a certificate in common.
+// identity identifies a node that asks a home node. A lease belongs to an address and a
+// certificate. A holder of another certificate could name the same address, and nodes may share a
+// certificate.
 type identity struct {
 	address     string
 	certificate string // see certificateOf; empty: this node
@@ -70,13 +72,13 @@ func (t *tracker) offered(l *tracked, asking string) (holders []string) {
 			holders = append(holders, address)
 		}
 	}
-	slices.Sort(holders) // maps have a random order, but not an even one
+	slices.Sort(holders) // the order of a map is random, but not evenly distributed
 	rand.Shuffle(len(holders), func(i, j int) { holders[i], holders[j] = holders[j], holders[i] })
 	return holders[:min(len(holders), maxOffered)]
 }
 
-// find answers the node asking. gone are the addresses of nodes that it found without the layer. If
-// no node has or fetches the layer, the asking node gets the lease.
+// find answers the node asking. gone has the addresses of nodes on which the asking node did not
+// find the layer. If no node has or fetches the layer, the asking node gets the lease.
 func (t *tracker) find(k Key, asking identity, gone []string) found {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -115,7 +117,7 @@ func (t *tracker) hold(k Key, n identity) {
 	defer t.mu.Unlock()
 	l := t.get(k)
 	if _, known := l.holders[n.address]; !known && len(l.holders) >= maxHolders {
-		for other := range l.holders { // any: a new holder has fewer receivers
+		for other := range l.holders { // any holder is replaced, because a new one has fewer receivers
 			delete(l.holders, other)
 			break
 		}
@@ -163,8 +165,8 @@ func (t *tracker) forgetIfEmpty(k Key, l *tracked) {
 	}
 }
 
-// get returns what is known about a layer. If there are too many, it forgets another one. The
-// caller holds the lock.
+// get returns what is known about a layer. If there are too many layers, it forgets another one.
+// The caller holds the lock.
 //
 // +checklocks:t.mu
 func (t *tracker) get(k Key) *tracked {

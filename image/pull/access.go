@@ -14,7 +14,8 @@ import (
 )
 
 // accesses records which layers the current pulls may use. It is not on disk, because an
-// interrupted pull grants no access. A Snapshot has the repositories of recorded images.
+// interrupted pull grants no access. For recorded images, the [image.Snapshot] has the
+// repositories.
 type accesses struct {
 	mu sync.Mutex // guards active and the layers of each access
 	// +checklocks:mu

@@ -16,18 +16,19 @@ import (
 	"berth/internal/errdefs"
 )
 
-// attempt says how a try differs from the first one, which is the zero value.
+// attempt says how a try differs from the first try, which is the zero value.
 type attempt struct {
-	name     int             // of the references that a short name may stand for
+	name     int             // index of the reference to pull, if a short name stands for several
 	whole    bool            // no layer is created from an index
 	fallback bool            // layers are stored by the other driver
-	peers    int             // peers that could not send the layer
+	peers    int             // number of peers that could not send the layer
 	registry bool            // peers are not asked
-	host     int             // first host of the registry; kept bytes and pieces are used with 0 only
-	more     budget.Shortage // what an earlier attempt had too little of
+	host     int             // number of the host to ask first; above 0: without kept bytes and parallel parts
+	more     budget.Shortage // resources that were too small in an earlier attempt
 }
 
-// fault is the kind of error that ended an attempt, as far as another attempt depends on it.
+// fault is the kind of error that ended an attempt. Errors have the same kind if the same change
+// may help.
 type fault int
 
 const (
@@ -35,31 +36,29 @@ const (
 	failedLayer               // an incomplete layer cannot be completed
 	badTree                   // the tree of a layer is malformed
 	tooLarge                  // the driver cannot store the image
-	littleMemory              // the process that unpacks needs more memory or a larger window
-	largeTree                 // tooLarge, if the process cannot get more memory
+	littleMemory              // berth-unpack needs more memory or a larger window
+	largeTree                 // littleMemory; if there is no more memory, tooLarge
 	corrupt                   // the content has another digest
-	badPeer                   // a peer did not send what it should
+	badPeer                   // a peer has sent wrong content, or not all of it
 	othersFault               // the shared download of another pull has failed
-	allFaults                 // their number
+	allFaults                 // the number of faults
 )
 
-// options are what the caller of next can still do. The zero value is nothing.
+// options are the changes that a loop can still make, see the package documentation. The zero value
+// allows none.
 type options struct {
-	names  int             // references of a short name
-	shared bool            // the work may be done without other pulls
+	names  int             // number of references that a short name stands for
+	shared bool            // this pull can start a download of its own
 	whole  bool            // layers may have been created from indexes; they can be fetched whole
 	tables bool            // some of these indexes are tables of contents, which may be wrong
 	driver bool            // another driver can store the image
-	peers  bool            // another peer may be asked
+	peers  bool            // the attempt asked peers; the registry is left, and perhaps another peer
 	hosts  int             // transfers of the blob that its registry allows after corrupt content
-	more   budget.Shortage // the budget can give the layer more
+	more   budget.Shortage // resources of which the layer can get more
 }
 
-// next is the table of all retries of a pull: what follows a fault of an attempt. how says it for
-// the log; it is empty if the fault ends the work. A change that is not among the options is left
-// to the caller's caller.
-//
-// Names, drivers and indexes concern the whole image. Peers, hosts and memory concern one layer.
+// next returns the attempt b that follows an attempt a, which ended with the fault why. how
+// describes the change for the log. It is empty if none of the options helps; then the loop ends.
 func next(a attempt, why fault, left options) (b attempt, how string) {
 	b = a
 	large := why == tooLarge || why == largeTree
@@ -72,7 +71,7 @@ func next(a attempt, why fault, left options) (b attempt, how string) {
 	case why == badPeer && left.peers && a.peers+1 < maxSources:
 		b.peers++
 		return b, "from another peer"
-	case left.peers:
+	case left.peers: // whatever the fault was
 		b.registry, b.more = true, budget.Shortage{}
 		return b, "from its registry"
 	case why == corrupt && a.host+1 < left.hosts:
@@ -117,8 +116,8 @@ func faultOf(err error) fault {
 	return final
 }
 
-// retry is the loop of all retries. It calls do until it succeeds or next gives up, and returns the
-// last error. do returns what is left to do after its error. A canceled pull ends.
+// retry calls do until it succeeds, no other attempt can help (see next), or ctx has ended. It
+// returns the last error. do returns the options that are left after its error.
 func (p *Puller) retry(ctx context.Context, what string, first attempt, do func(attempt) (options, error)) error {
 	for a := first; ; {
 		left, err := do(a)

@@ -13,7 +13,7 @@ import (
 )
 
 // flightKey identifies a shared download: one blob that becomes one layer, from one registry. Pulls
-// from different registries share no download, because one registry could stall the pulls of the
+// from different registries share no download, because one registry could stall pulls from the
 // other.
 type flightKey struct {
 	domain     string
@@ -48,12 +48,14 @@ func newFlights(ctx context.Context, log *slog.Logger) *flights {
 	return &flights{ctx: ctx, log: log, active: map[flightKey]*flight{}}
 }
 
-// join waits for the download of a key. If the key has none, it starts one with run. by is the
-// image whose pull started the download; onStart receives the counter of received bytes. started
-// reports whether this call started the download: another pull's download may have failed for
-// reasons that do not concern this one.
+// join waits for the download of a key, and returns its error. If the key has none, join starts a
+// download with run, and returns started. by is the image whose pull started the download. onStart
+// receives the counter of received bytes.
 //
-// The download does not end with ctx. When its last waiter leaves, that waiter cancels it and waits
+// If another pull started the download, its error may not concern the caller: that pull may lack
+// access, for example. The caller then calls join again.
+//
+// The download does not end with ctx. The last waiter that leaves cancels the download, and waits
 // for its end.
 func (f *flights) join(ctx context.Context, key flightKey, ref registry.Reference, onStart func(*transfer),
 	run func(context.Context, *transfer) error) (by registry.Reference, started bool, err error) {
@@ -89,7 +91,7 @@ func (f *flights) find(
 	return fl, true
 }
 
-// leave removes a waiter. The last one cancels the download and frees its key.
+// leave removes a waiter. The last waiter cancels the download and frees its key.
 func (f *flights) leave(key flightKey, fl *flight) {
 	f.mu.Lock()
 	fl.waiters--
@@ -112,5 +114,5 @@ func (f *flights) remove(key flightKey, fl *flight) {
 	}
 }
 
-// wait waits for all downloads. The caller ensures that no new one starts.
+// wait waits for all downloads. The caller ensures that no new download starts.
 func (f *flights) wait() { f.wg.Wait() }

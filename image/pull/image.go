@@ -47,8 +47,8 @@ func (p *Puller) fetch(ctx context.Context, repo *registry.Repository, img *regi
 // getLayer ensures that layer i of an image is in a store and that the image may use it.
 type getLayer func(ctx context.Context, store *layer.Store, at attempt, i int) error
 
-// add gets the layers of an image and commits it. plan is that of the first attempt; nil: all
-// layers are fetched whole.
+// add gets the layers of an image and commits it. plan is the plan of the first attempt. If it is
+// nil, all layers are fetched whole.
 func (p *Puller) add(ctx context.Context, what string, img *registry.Image, names image.Naming, plan *lazy.Plan,
 	get getLayer) (added *image.Image, err error) {
 	wrongTables, last := false, attempt{}
@@ -79,7 +79,7 @@ func (p *Puller) layerStore(img *registry.Image, at attempt) *layer.Store {
 	chain := image.LayersOf(img)
 	store := p.store.LayerStore(chain)
 	other := p.store.Fallback(store)
-	// The present layers alone may be too large to merge: then the missing ones are fetched as
+	// If the present layers alone are too large to merge, the missing layers are fetched as
 	// directories at once.
 	if other != nil && (at.fallback || missing(store, img) > 0 && other.Inodes(image.Distinct(chain)) > p.mostInodes()) {
 		return other
@@ -110,8 +110,9 @@ func (p *Puller) addTo(ctx context.Context, what string, img *registry.Image, na
 // files fill erofs.MaxMemory.
 const usualFile = tree.NodeMemory + 32
 
-// mostInodes returns how many usual files of EROFS layers can be merged. The caller's count
-// includes files that upper layers hide, so some images are stored as directories without need.
+// mostInodes returns how many files of usual size in EROFS layers can be merged. The caller also
+// counts files that upper layers hide, so some images are stored as directories although they could
+// be merged.
 func (p *Puller) mostInodes() uint64 {
 	return uint64(cmp.Or(p.cfg.MergeMemory, erofs.MaxMemory)) / usualFile
 }
@@ -134,7 +135,7 @@ func (p *Puller) addLayers(ctx context.Context, store *layer.Store, img *registr
 	if err := group.Wait(); err != nil {
 		return err
 	}
-	if chain := image.LayersOf(img); len(chain) > 0 { // a layer that does not fit those below fails the pull here
+	if chain := image.LayersOf(img); len(chain) > 0 { // a layer that does not fit the layers below fails the pull here
 		defer trace.Begin(ctx, "stack layers").End()
 		if _, err := store.Stack(ctx, image.Distinct(chain)); err != nil {
 			return fmt.Errorf("stack layers: %w", err)
@@ -144,7 +145,8 @@ func (p *Puller) addLayers(ctx context.Context, store *layer.Store, img *registr
 }
 
 // missing returns the size of the blobs to download for an image. The layers take more space on
-// disk. The check before the download prevents repeated pulls of an image that does not fit.
+// disk. The check before the download prevents that kubelet pulls an image again and again that
+// does not fit.
 func missing(store *layer.Store, img *registry.Image) (bytes uint64) {
 	counted := map[digest.Digest]bool{}
 	for _, l := range img.Layers {

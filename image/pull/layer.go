@@ -68,7 +68,7 @@ func (f *layerFetch) fetchLazily(ctx context.Context) (created bool, err error) 
 	case created:
 		f.access.grant(f.name())
 		f.track.set(LayerLazy)
-		return true, f.await(ctx) // another pull may have created it, from a table
+		return true, f.await(ctx) // another pull may have created the layer from a table
 	case err != nil:
 		f.track.set(LayerLazy)
 	}
@@ -85,12 +85,12 @@ func (f *layerFetch) fetchWhole(ctx context.Context) error {
 	if err != nil || f.store.Lazy(f.name()) == nil {
 		return err
 	}
-	return f.await(ctx) // another pull has created it lazily meanwhile
+	return f.await(ctx) // another pull has created the layer lazily meanwhile
 }
 
 // await lets an incomplete layer ask the pull's registry with the pull's credentials from now on.
-// It waits for the layer if the image must be whole, or if another pull has created the layer from
-// a table of contents that this pull must not trust.
+// It waits until the layer is complete if the image must be whole. It also waits if another pull
+// has created the layer from a table of contents that this pull must not trust.
 func (f *layerFetch) await(ctx context.Context) error {
 	foreign := f.p.lazy.IsForeign(f.store, f.layer, f.access.repo.Reference().Domain)
 	f.p.lazy.Offer(f.access.repo, f.name())
@@ -111,7 +111,7 @@ func (p *Puller) share(ctx context.Context, a *access, key flightKey, l registry
 		return options{shared: true}, p.joinOnce(ctx, a, key, l, track, run)
 	})
 	var shared *sharedError
-	if errors.As(err, &shared) { // the pull has ended
+	if errors.As(err, &shared) { // retry gives up after another pull's failure only if ctx has ended
 		err = context.Cause(ctx)
 	}
 	return err

@@ -23,7 +23,7 @@ import (
 
 // LoadOptions say how the images of an archive are recorded.
 type LoadOptions struct {
-	Name string // replaces the names in the archive, which must contain one image; empty: those names
+	Name string // replaces the names in the archive, which must then contain one image; empty: keep the names
 	Pin  bool   // kubelet must not collect the images
 	// Skipped, if not nil, is called for each entry that is no image of this node.
 	Skipped func(archive.Skipped)
@@ -35,16 +35,16 @@ type LoadOptions struct {
 // gzip or zstd. It copies the tar to a file without a name, because an archive can list its parts
 // in any order. It returns the images that were added before an error.
 //
-// Errors: InvalidArgument for something else than an archive, DataLoss for content with another
-// digest, ResourceExhausted if the disk has no room for archive and layers.
+// Errors: InvalidArgument for anything other than an archive, DataLoss for content with a wrong
+// digest, ResourceExhausted if the disk has no room for the archive and the layers.
 func (p *Puller) Load(ctx context.Context, from io.Reader, opts LoadOptions) ([]*image.Image, error) {
 	return p.loadFrom(ctx, "archive", opts, func(ctx context.Context, use func(*archive.Archive) error) error {
 		return p.withSpool(ctx, from, use)
 	})
 }
 
-// LoadFile is Load for a path: an OCI layout's directory, or a tar. It reads an uncompressed tar in
-// its place.
+// LoadFile is Load for a path: an OCI layout's directory, or a tar. It reads an uncompressed tar
+// directly, not from a copy.
 func (p *Puller) LoadFile(ctx context.Context, path string, opts LoadOptions) ([]*image.Image, error) {
 	return p.loadFrom(ctx, path, opts, func(ctx context.Context, use func(*archive.Archive) error) error {
 		info, err := os.Stat(path)
@@ -74,7 +74,7 @@ func (p *Puller) LoadFile(ctx context.Context, path string, opts LoadOptions) ([
 	})
 }
 
-// loadFrom loads what open opens. what names it in errors and waits.
+// loadFrom loads the archive that open opens. what names the archive in errors and waits.
 func (p *Puller) loadFrom(ctx context.Context, what string, opts LoadOptions,
 	open func(context.Context, func(*archive.Archive) error) error) (images []*image.Image, err error) {
 	names := image.Naming{Pin: opts.Pin, Origin: opts.origin}
@@ -147,8 +147,8 @@ func (p *Puller) loadArchive(ctx context.Context, what string, from *archive.Arc
 // archiveSlots names archives as a source of blobs, see fair.Slots.
 const archiveSlots = "archive"
 
-// loadLayer ensures that a layer of an archive is present. An archive must contain a present layer,
-// too: a digest alone is no evidence that its author may read the layer
+// loadLayer ensures that a layer of an archive is present. The archive must also contain a layer
+// that is present. A digest alone is no evidence that the archive's author may read the layer
 // (docs/adr/001-layer-access.md).
 func (p *Puller) loadLayer(ctx context.Context, store *layer.Store, from *archive.Archive, l registry.Layer,
 	track *layerTrack) error {
@@ -182,7 +182,7 @@ func (p *Puller) loadLayer(ctx context.Context, store *layer.Store, from *archiv
 	return p.completeFrom(ctx, store, from, l) // a pull may have created it lazily meanwhile
 }
 
-// completeFrom waits until a layer is complete, and lets it be filled from an archive, too: an
+// completeFrom waits until a layer is complete. It lets the archive fill the layer, too, because an
 // image of an archive must not depend on a registry.
 func (p *Puller) completeFrom(ctx context.Context, store *layer.Store, from *archive.Archive, l registry.Layer) error {
 	name := lazy.SourceOf(l).Name()
@@ -196,7 +196,7 @@ func (p *Puller) completeFrom(ctx context.Context, store *layer.Store, from *arc
 	return errors.Join(p.lazy.AwaitFrom(ctx, name, blob), blob.Close())
 }
 
-// useTar opens a tar and passes it on.
+// useTar opens a tar and passes it to use.
 func useTar(f io.ReaderAt, size int64, use func(*archive.Archive) error) error {
 	from, err := archive.OpenTar(f, size)
 	if err != nil {
@@ -205,13 +205,14 @@ func useTar(f io.ReaderAt, size int64, use func(*archive.Archive) error) error {
 	return use(from)
 }
 
-// withSpool copies a tar to a file without a name, which goes with the process, and passes it on.
+// withSpool copies a tar to a file without a name, and passes it to use. The file disappears with
+// the process.
 func (p *Puller) withSpool(ctx context.Context, from io.Reader, use func(*archive.Archive) error) (err error) {
 	plain, err := inflate.NewReader(from, inflate.MaxWindow, nil)
 	if err != nil {
 		return invalid(err)
 	}
-	defer plain.Close() // a decompressor; its errors come from Read
+	defer plain.Close() // a decompressor, whose errors come from Read
 	failpoint.Reach("image.spool")
 	f, err := os.CreateTemp(p.store.Spool(), "spool-")
 	if err != nil {

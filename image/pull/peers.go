@@ -83,7 +83,7 @@ func (a *accesses) servedBy(domain string, layer digest.Digest) bool {
 	return false
 }
 
-// errUnconfirmed is the error of a question to peers that was not asked.
+// errUnconfirmed is the error if no peer was asked, because the registry does not confirm the blob.
 var errUnconfirmed = errors.New("the registry does not confirm the blob")
 
 // maxSources limits how many peers a pull tries for a layer before it asks the registry.
@@ -106,7 +106,7 @@ func (d *download) fromPeer(at attempt) (left options, err error) {
 	}
 	had, tar, err := d.unpackShared(ctx, at.more)
 	var grows bool
-	if left.more, grows = d.p.budget.Grow(at.more, had, err); grows || err == nil { // the same peer is asked again
+	if left.more, grows = d.p.budget.Grow(at.more, had, err); grows || err == nil { // grows: the same peer is asked again
 		return left, err
 	}
 	if ctx.Err() != nil || !tar.isToBlame(err) {

@@ -27,8 +27,9 @@ const (
 )
 
 // Preload loads the archives in directories and the archives that appear there, until ctx ends. It
-// pins their images. It logs an error for each bad archive and continues. An archive that is
-// unchanged since an earlier daemon loaded it is not read again, unless its images were removed.
+// pins their images. It logs an error for each bad archive and continues. It does not read an
+// archive again that is unchanged since an earlier daemon loaded it, unless its images were
+// removed.
 func (p *Puller) Preload(ctx context.Context, dirs []string) {
 	l := &preloader{puller: p, failed: map[string]time.Time{}, done: map[string]bool{}, refused: map[string]bool{}}
 	watcher, err := fsnotify.NewWatcher()
@@ -41,7 +42,7 @@ func (p *Puller) Preload(ctx context.Context, dirs []string) {
 	for {
 		for _, dir := range dirs {
 			if err == nil {
-				_ = watcher.Add(dir) // again: the directory may be new; a missing one is watched later
+				_ = watcher.Add(dir) // again, because the directory may be new; a missing directory is watched later
 			}
 			l.scan(ctx, dir)
 		}
@@ -114,7 +115,7 @@ func onlyRootWrites(dir string) error {
 func (p *preloader) load(ctx context.Context, path string) {
 	origin, changed, err := originOf(path)
 	switch {
-	case err != nil: // removed, or a directory without an image
+	case err != nil: // the archive was removed, or is a directory without an image
 		return
 	case p.done[origin], time.Now().Before(p.failed[origin]):
 		return
@@ -135,8 +136,8 @@ func (p *preloader) load(ctx context.Context, path string) {
 	p.done[origin] = true
 }
 
-// originOf returns a text that differs for other files and other versions of a file, and the time
-// of the last change. For a directory it describes the index of the OCI layout.
+// originOf returns a text that identifies a file and its version, and the time of the file's last
+// change. For a directory it describes the index of the OCI layout.
 func originOf(path string) (origin string, changed time.Time, err error) {
 	var st unix.Stat_t
 	if err := unix.Stat(path, &st); err != nil {

@@ -42,8 +42,8 @@ const (
 // transfer counts the bytes of a download.
 type transfer struct {
 	at     atomic.Int64 // bytes of the blob so far
-	kept   atomic.Int64 // of them, from an earlier pull that failed
-	shared atomic.Int64 // of them, in place of a tar from a peer
+	kept   atomic.Int64 // bytes of at that come from an earlier pull that failed
+	shared atomic.Int64 // bytes of at that stand for a tar from a peer
 	tar    atomic.Int64 // bytes of tars from peers, in all attempts
 }
 
@@ -82,7 +82,7 @@ type layerTrack struct {
 	bytes  atomic.Pointer[transfer] // the download's counter; pulls may share it
 }
 
-// start adds a pull, until end. It fails after close.
+// start adds a pull. The caller calls end when the pull has ended. It fails after close.
 func (p *pulls) start(ref string) (*pullTrack, error) {
 	t := &pullTrack{ref: ref, started: time.Now()}
 	p.mu.Lock()

@@ -22,8 +22,8 @@ import (
 
 // Pull fetches the image that ref names and records it under that name. It asks the registry even
 // if the image is present, because the registry controls the access and the tag's target. auth may
-// be nil. Errors are documented in package registry; the package documentation describes the error
-// of an unavailable registry and of a rejected signature.
+// be nil. See package registry for the errors. The documentation of this package describes the
+// errors of an unavailable registry and of a rejected signature.
 func (p *Puller) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfig) (*image.Image, error) {
 	return p.PullFor(ctx, "", ref, auth)
 }
@@ -55,7 +55,7 @@ func (p *Puller) PullFor(ctx context.Context, namespace, ref string,
 	return img, nil
 }
 
-// pullError gives the error of a failed pull the form that kubelet expects.
+// pullError converts the error of a failed pull to the form that kubelet expects.
 func pullError(ref string, err error) error {
 	var down *registry.UnavailableError
 	if errors.As(err, &down) {
@@ -156,7 +156,7 @@ func (p *Puller) unchanged(ctx context.Context, repo *registry.Repository) *imag
 		return nil
 	}
 	d := repo.Digest(ctx)
-	x := p.store.Snapshot() // the image may be gone since, or the tag moved
+	x := p.store.Snapshot() // the image may have been removed meanwhile, or the tag moved
 	img := x.Named(ref.String())
 	if d == "" || x.Named(ref.WithDigest(d)) != img {
 		return nil

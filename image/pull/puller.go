@@ -27,12 +27,12 @@ type Config struct {
 	Root string // directory of the store, on the filesystem of the containers' writable layers
 	image.Settings
 	Unpack               layer.Unpacker     // unpacks blobs into files
-	Limits               unpack.Limits      // of one layer; a zero field means unpack.DefaultLimits
+	Limits               unpack.Limits      // of one layer; for a zero field, that of unpack.DefaultLimits counts
 	Reserve              layer.Reserve      // disk space that layers leave free; zero: none
 	Pack                 layer.Packer       // packs blobs into EROFS layers
 	Probe                func(string) error // reports whether EROFS layers in a directory can be mounted; nil: erofs.Probe
 	MergeMemory          int64              // bytes for merging EROFS layers, of all images together; 0: erofs.MaxMemory
-	WorkMemory           int64              // bytes that all unpack processes together may keep of their layers (unpack.Limits.Memory and Window); 0: Limits alone count
+	WorkMemory           int64              // bytes that all unpack processes together may keep of their layers (unpack.Limits.Memory and Window); 0: only Limits count
 	Driver               string             // form of new layers: a rootfs.Kind, or "auto" for EROFS where the kernel mounts it; empty: directory
 	MaxParallelDownloads int                // concurrent layer downloads of one pull; 0: DefaultParallelDownloads
 	MaxUnpacking         int                // concurrent unpack processes of all pulls; 0: budget.DefaultSlots
@@ -120,7 +120,7 @@ func (cfg Config) withDefaults() Config {
 }
 
 // newGovernor returns a governor that logs when pods begin to slow pulls down, and when that ends.
-// The changes between, as many as one a second, are debug messages.
+// Changes of the limit in between, up to one a second, are debug messages.
 func newGovernor(cfg governor.Config, log *slog.Logger) *governor.Governor {
 	var slowed atomic.Bool
 	cfg.Changed = func(limit int64) {
@@ -158,7 +158,7 @@ func (p *Puller) close() error {
 	return p.store.Close()
 }
 
-// slow waits until the pulls may receive more than n further bytes.
+// slow counts n received bytes, and waits until the pulls may receive more.
 func (p *Puller) slow(ctx context.Context, n int) error {
 	waited, err := p.governor.Wait(ctx, n)
 	if waited > 0 {

@@ -31,18 +31,18 @@ type download struct {
 	received *transfer
 
 	key    peers.Key
-	others *peers.Peers    // nil: none is asked
+	others *peers.Peers    // nil: no peer is asked
 	search *peers.Search   // nil before the first question
-	end    func(have bool) // ends the announcement to peers; nil before it
+	end    func(have bool) // ends the announcement to peers; nil: not announced
 }
 
-// download fetches and stores a layer, in as many attempts as it takes, and tells peers that it is
-// here.
+// download fetches and stores a layer, in as many attempts as it takes, and tells peers that this
+// node has it.
 func (p *Puller) download(ctx context.Context, store *layer.Store, a *access, l registry.Layer,
 	received *transfer) (err error) {
 	d := &download{p: p, ctx: ctx, store: store, access: a, layer: l, received: received, others: p.peers.Load(),
 		key: peers.Key{Registry: a.repo.Reference().Domain, Blob: l.Blob.Digest, DiffID: l.DiffID}}
-	if l.File != "" { // files of artifacts have no tar that could be compared
+	if l.File != "" { // files of artifacts have no tar with a known digest
 		d.others = nil
 	}
 	have := false
@@ -75,7 +75,7 @@ func (d *download) try(at attempt) (options, error) {
 	return d.fromRegistry(at)
 }
 
-// fromRegistry streams a layer from the network through its checks into the layer store.
+// fromRegistry streams a layer from the registry through berth-unpack into the layer store.
 func (d *download) fromRegistry(at attempt) (left options, err error) {
 	p, repo, l := d.p, d.access.repo, d.layer
 	blob, err := repo.Blob(d.ctx, l.Blob, at.host, func(n int) {
@@ -111,7 +111,8 @@ func (d *download) fromRegistry(at attempt) (left options, err error) {
 }
 
 // blame returns the error of a transfer whose layer was rejected. If the content of the blob is
-// wrong, that is the error: it says that another host or attempt may succeed.
+// wrong, it returns DataLoss in place of the layer's error, because another host or attempt may
+// then succeed.
 func (d *download) blame(blob *registry.Blob, err error) error {
 	switch {
 	case errors.Is(err, layer.ErrTooLarge) && d.p.store.Fallback(d.store) != nil: // the other driver reads the whole blob
@@ -128,8 +129,8 @@ func (d *download) blame(blob *registry.Blob, err error) error {
 	return err
 }
 
-// openKept opens what is kept of the layer and lets a blob begin with it. After corrupt content
-// nothing is kept.
+// openKept opens the kept bytes of the layer, and lets the blob begin with them. After corrupt
+// content it keeps nothing.
 func (d *download) openKept(blob *registry.Blob, at attempt) *partial.Blob {
 	if at.host > 0 {
 		return nil
@@ -157,7 +158,7 @@ func endKept(kept *partial.Blob, err error) {
 }
 
 // tracedBlob is a blob whose transfer is a span: from the first read to the end or an error. It
-// keeps what it reads until the end, and waits for the limit of all pulls.
+// keeps the read bytes on disk until the end, and waits for the limit of all pulls.
 type tracedBlob struct {
 	*registry.Blob
 	ctx  context.Context // of the span and of slow
@@ -192,7 +193,7 @@ func (b *tracedBlob) Stop() {
 }
 
 // unpack stores a layer when an unpack slot and memory are free. origin is the registry, or another
-// name for the source of blobs that shares the slots. It returns the limits of the layer.
+// name for a source of blobs: slots are shared among origins. It returns the limits of the layer.
 func (p *Puller) unpack(ctx context.Context, store *layer.Store, origin string, l registry.Layer, blob io.Reader,
 	points layer.Points, more budget.Shortage) (had unpack.Limits, err error) {
 	return p.budget.Run(ctx, origin, "layer "+l.DiffID.String(), more, func(limits unpack.Limits) error {
@@ -203,8 +204,9 @@ func (p *Puller) unpack(ctx context.Context, store *layer.Store, origin string, 
 	})
 }
 
-// mayBeOfKept reports whether bytes from an earlier transfer may have caused an error, also by
-// ending berth-unpack. A registry that fails or refuses, and a cancelled pull, have other causes.
+// mayBeOfKept reports whether bytes from an earlier transfer may have caused an error. They may
+// even have crashed berth-unpack. A registry that fails or refuses, and a cancelled pull, have
+// other causes.
 func mayBeOfKept(err error) bool {
 	switch errdefs.Code(err) {
 	case codes.OK, codes.PermissionDenied, codes.Unauthenticated, codes.NotFound:
@@ -219,15 +221,15 @@ const (
 	// restTimeout limits the time to read the rest of a rejected blob if another host or attempt
 	// may succeed.
 	restTimeout = time.Minute
-	// If at most littleLeft bytes are unread, littleTimeout limits the time to read them. Without
-	// this the error of a truncated blob would depend on timing.
+	// If at most littleLeft bytes are unread, littleTimeout limits the time to read them. If these
+	// bytes were not read, the error of a truncated blob would depend on timing.
 	littleLeft    = 4 << 20
 	littleTimeout = 3 * time.Second
 )
 
 // readRest reads the rest of a blob whose layer was rejected. If the digest is wrong, it returns
-// that error instead: damage in a host's cache may first show as an invalid tar. It needs no slot
-// because it unpacks nothing.
+// DataLoss in place of refused. Damage in a host's cache may first appear as an invalid tar. It
+// needs no slot because it unpacks nothing.
 func readRest(ctx context.Context, blob *registry.Blob, refused error, within time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()

@@ -13,13 +13,13 @@ import (
 )
 
 const (
-	// PartSize is the size of one range request, and the memory that it takes.
+	// PartSize is the size of one range request, in bytes. The request takes so much memory.
 	PartSize = 4 << 20
-	// watchTime is how long a reader is observed before parts are fetched. They are fetched only if
-	// the reader waited for the network most of that time.
+	// watchTime is how long a reader is observed before parts are fetched. Parts are fetched only
+	// if the reader has waited for the network most of that time.
 	watchTime = 200 * time.Millisecond
 	// fastEnough is the minimum rate for fetching parts, in bytes a second. Parts share a saturated
-	// line with all transfers. At this rate each of 16 parts still gets twice slowest.
+	// line with all transfers. At this rate, each of 16 parts still gets twice the rate slowest.
 	fastEnough = 32 * slowest
 	// crawling is the share of fastEnough below which a part shows that the line is too slow for
 	// more parts.
@@ -31,29 +31,29 @@ const (
 	worthwhile = 1.25
 )
 
-// ahead fetches parts of a blob before its reader needs them, each over its own connection, while
-// the reader waits for the network. Many registries limit the rate of a connection. If a part
-// fails, the reader fetches that range itself and no more parts are started. Until a registry is
-// known to support ranges, one part is tried. Only the atomics may be used concurrently.
+// ahead fetches parts of a blob in advance while the reader waits for the network. Each part has
+// its own connection. Many registries limit the rate of a connection. If a part fails, the reader
+// fetches that range itself and no more parts are started. Until a registry is known to support
+// ranges, one part is tried. Only the atomics may be used concurrently.
 type ahead struct {
 	partsConfig
 	leave func() (giveBack func(), ok bool) // reserves the memory of a part until giveBack; nil: no parts
 
 	parts   []*part            // by offset; the reader is before them or in the first
-	buffers [][]byte           // free, of parts that the reader has passed
-	cancel  context.CancelFunc // ends the fetches; nil: none since clear
+	buffers [][]byte           // free buffers of parts that the reader has passed
+	cancel  context.CancelFunc // ends the fetches; nil: no fetch since clear
 	ctx     context.Context    // of the fetches
 	used    bool
 	running sync.WaitGroup
 
 	over    atomic.Bool  // no more parts are started
 	ranges  atomic.Bool  // the registry is known to support ranges
-	arrived atomic.Int64 // bytes of transfer and parts while the reader is observed
+	arrived atomic.Int64 // bytes received by transfer and parts while the reader is observed
 
-	waited time.Duration // for the network, while the reader is observed
+	waited time.Duration // time that the reader waited for the network while it is observed
 	since  sample        // the start of the observation
 	begun  sample        // the start of the first part
-	alone  float64       // the rate before that, see rate
+	alone  float64       // the rate before the first part, see rate
 }
 
 // sample records bytes received and reader's waiting time at a point in time.
@@ -65,8 +65,8 @@ type sample struct {
 
 func (a *ahead) sample(now time.Time) sample { return sample{now, a.arrived.Load(), a.waited} }
 
-// rate returns received bytes per second of waiting: the speed of the network, however busy the
-// reader was.
+// rate returns the received bytes per second of waiting. This is the speed of the network, even if
+// the reader was busy.
 func (s sample) rate(since sample) float64 {
 	return float64(s.arrived-since.arrived) / (s.waited - since.waited).Seconds()
 }
@@ -86,7 +86,7 @@ type part struct {
 	// +checklocks:mu
 	whole time.Time // when the last byte arrived
 	// +checklocks:mu
-	err error // why the fetch failed; nil if complete or running
+	err error // why the fetch failed; nil if it is complete or running
 }
 
 func (p *part) end() int64 { return p.offset + int64(len(p.buf)) }
@@ -142,7 +142,7 @@ func (a *ahead) limit(offset, size int64) int64 {
 	return size - offset
 }
 
-// drop abandons the first part: the reader has passed it, or it has failed.
+// drop abandons the first part after the reader has passed it, or after it has failed.
 func (a *ahead) drop() {
 	p := a.parts[0]
 	a.parts = a.parts[1:]
@@ -155,8 +155,8 @@ func (a *ahead) drop() {
 	p.giveBack()
 }
 
-// waits records that the reader waited for n bytes of its transfer, and reports whether to fetch
-// parts.
+// waits records how long the reader has waited for n bytes of its transfer. It reports whether to
+// fetch parts.
 func (a *ahead) waits(began, now time.Time, n int) bool {
 	if a.over.Load() || a.leave == nil {
 		return false
@@ -181,8 +181,8 @@ func (a *ahead) waits(began, now time.Time, n int) bool {
 	return true
 }
 
-// judge is called when the first part has been read. It stops starting parts if the line is the
-// bottleneck: the blob comes no faster than without parts, or a part was too slow.
+// judge is called when the first part has been read. If the network is the bottleneck, it prevents
+// further parts. That is so if the parts have not made the blob faster, or if a part was too slow.
 func (a *ahead) judge(now time.Time) {
 	p := a.parts[0]
 	p.mu.Lock()
@@ -202,7 +202,7 @@ func (a *ahead) extend(ctx context.Context, offset, size int64, fetch func(ctx c
 	if n := len(a.parts); n > 0 {
 		next = a.parts[n-1].end()
 	} else if next+a.size > size {
-		return // not worth it
+		return // the rest is too small for parts
 	}
 	for ; !a.over.Load() && next < size; next = a.parts[len(a.parts)-1].end() {
 		if len(a.parts) > 0 && !a.ranges.Load() {

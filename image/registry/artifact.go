@@ -26,9 +26,8 @@ const (
 )
 
 // Artifact describes an OCI artifact that is not a container image (image-spec "manifest.md",
-// Guidelines for Artifact Usage). berth stores each of its blobs as a file, as it is, and describes
-// it by an image configuration of its own. This configuration is what makes an artifact an image
-// for the node.
+// Guidelines for Artifact Usage). berth stores each blob unchanged as a file. It writes an image
+// configuration for the artifact, so the artifact is an image for the node.
 type Artifact struct {
 	Type     string         `json:"type"`     // artifactType, or the media type of the configuration
 	Manifest digest.Digest  `json:"manifest"` // of the manifest
@@ -43,9 +42,9 @@ type ArtifactFile struct {
 	Size      int64         `json:"size"`   // bytes
 }
 
-// layer returns the layer that a file becomes. Its DiffID is no digest of a tar: the tar that berth
-// makes of the file is known after the download only. The name of the layer follows from blob and
-// path.
+// layer returns the layer that a file becomes. Its DiffID is no digest of a tar, because the tar
+// that berth makes of the file is known only after the download. The DiffID is derived from the
+// blob and the path.
 func (f ArtifactFile) layer() Layer {
 	return Layer{
 		DiffID: digest.FromString("file " + f.Path + " of an artifact"),
@@ -54,9 +53,9 @@ func (f ArtifactFile) layer() Layer {
 	}
 }
 
-// isArtifact reports whether a manifest describes something else than a container image. As in
-// CRI-O, an artifact has another type of configuration. Or it has an artifactType, and layers that
-// are no layers of an image.
+// isArtifact reports whether a manifest does not describe a container image. As in CRI-O, an
+// artifact has another type of configuration, or an artifactType and layers that are no layers of
+// an image.
 func isArtifact(m ocispec.Manifest) bool {
 	switch m.Config.MediaType {
 	case ocispec.MediaTypeImageConfig, mediaTypeDockerConfig, "":
@@ -87,7 +86,7 @@ func artifactOf(m ocispec.Manifest) (*Artifact, error) {
 		return nil, errdefs.FailedPrecondition("artifact has %d blobs, more than the %d that can be mounted",
 			len(m.Layers), MaxLayers)
 	}
-	seen := map[string]bool{} // files: true; their directories: false
+	seen := map[string]bool{} // true for files, false for their directories
 	for i, l := range m.Layers {
 		if err := checkDescriptor(l, 0); err != nil {
 			return nil, malformed("blob %d: %w", i, err)
@@ -115,8 +114,8 @@ func artifactOf(m ocispec.Manifest) (*Artifact, error) {
 	return a, nil
 }
 
-// pathOf returns the path of a blob's file. A blob without title is named by its digest. An empty
-// placeholder has no file.
+// pathOf returns the path of a blob's file. If a blob has no title, its digest is the name. An
+// empty placeholder has no file.
 func pathOf(l ocispec.Descriptor) (path string, ok bool) {
 	for _, key := range []string{titleAnnotation, modelAnnotation} {
 		if path := l.Annotations[key]; path != "" {
@@ -207,7 +206,8 @@ func (d document) image() (*Image, error) {
 }
 
 // ParseArtifact returns the artifact that a stored configuration describes, or nil for a container
-// image. The configuration of an image cannot pass for that of an artifact: no tar has the digests.
+// image. An image's configuration cannot pass for that of an artifact, because no tar has the
+// digests in the latter.
 func ParseArtifact(config []byte) *Artifact {
 	var c artifactConfig
 	if err := json.Unmarshal(config, &c); err != nil || c.Artifact == nil || len(c.Artifact.Files) == 0 ||

@@ -36,10 +36,10 @@ const (
 	maxReferrers        = 16                                                 // referrers with signatures
 )
 
-// Attachments returns the signatures of a document: from cosign's tag (sha256-….sig) and
-// from referrers in the same form. A document without signatures is no error. Signatures beyond
-// maxAttachments are ignored. If there are only sigstore bundles, the result is one Attachment
-// without payload, with the type of a bundle.
+// Attachments returns the signatures of a document. They come from cosign's tag (sha256-….sig) and
+// from referrers in the same format. It is no error if there are none. Signatures beyond
+// maxAttachments are ignored. If there are only sigstore bundles, the result is one Attachment with
+// the type of a bundle and no payload.
 func (r *Repository) Attachments(ctx context.Context, d digest.Digest) ([]Attachment, error) {
 	if err := checkDigest(d); err != nil {
 		return nil, err
@@ -67,8 +67,8 @@ func (r *Repository) Attachments(ctx context.Context, d digest.Digest) ([]Attach
 }
 
 // referrers returns the manifests with cosign signatures that refer to a document, and the type of
-// a sigstore bundle if there is one. A registry without the referrers API has them in an index
-// under a tag (distribution spec 1.1).
+// a sigstore bundle if there is one. If a registry does not have the referrers API, an index under
+// a tag lists the referrers (distribution spec 1.1).
 func (r *Repository) referrers(
 	ctx context.Context, d digest.Digest, tag string,
 ) (found []ocispec.Descriptor, bundle string, err error) {
@@ -128,7 +128,7 @@ func (r *Repository) signaturesIn(
 	return list, nil
 }
 
-// small fetches a small document or blob. It checks the digest of want, if there is one.
+// small fetches a small document or blob. If want has a digest, it checks the digest.
 func (r *Repository) small(
 	ctx context.Context, suffix string, want ocispec.Descriptor, limit int64,
 ) (data []byte, err error) {
@@ -143,7 +143,7 @@ func (r *Repository) small(
 	return data, err
 }
 
-// isAbsent reports whether a registry has no such document, or no such API.
+// isAbsent reports whether an error says that a registry does not have the document or the API.
 func isAbsent(err error) bool {
 	return errdefs.IsNotFound(err)
 }

@@ -18,11 +18,11 @@ import (
 // concurrently.
 type authorizer struct {
 	host    string // the endpoint's, for errors
-	scope   string // requested if a challenge names none
+	scope   string // requested if a challenge names no scope
 	agent   string
 	lookup  func(context.Context) (Credentials, error)
 	tokens  func(server string) http.RoundTripper // for requests to a token server
-	isPlain func() bool                           // the host is used without TLS; its token server may be, too
+	isPlain func() bool                           // the host is used without TLS, so its token server may be used without TLS, too
 
 	mu sync.Mutex // not held during requests
 	// +checklocks:mu
@@ -48,8 +48,8 @@ func (a *authorizer) set(header Secret) {
 	a.generation++
 }
 
-// answer handles the challenges of a 401 response to a request of the given generation. After nil
-// the caller repeats the request.
+// answer handles the challenges of a 401 response to a request of the given generation. If it
+// returns nil, the caller repeats the request.
 func (a *authorizer) answer(ctx context.Context, challenges []challenge, generation int) error {
 	if _, now := a.current(); now != generation {
 		return nil // another request has renewed the token

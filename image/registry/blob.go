@@ -18,10 +18,11 @@ import (
 	"berth/internal/fair"
 )
 
-// Blob reads a blob from the hosts of a repository. After any interruption it goes on with the next
-// host, and with the bytes that it has. It fails when no host is left, see blobHosts. While a large
-// blob comes slowly, it fetches parts ahead, see Spare in [Config]. Read returns io.EOF only after
-// it has verified size and digest. Only [Blob.Stop] may be called concurrently with other methods.
+// Blob reads a blob from the hosts of a repository. After any interruption it keeps the received
+// bytes and continues with the next host. It fails when no host is left, see blobHosts. If a large
+// blob arrives slowly, it also fetches later parts in parallel, see Spare in [Config]. Read returns
+// io.EOF only after it has verified size and digest. Only [Blob.Stop] may be called concurrently
+// with other methods.
 type Blob struct {
 	owner   context.Context    // the caller's context
 	ctx     context.Context    // of transfers: done when owner is done or the blob is stopped
@@ -49,7 +50,7 @@ type kept struct {
 }
 
 // ResumeFrom makes the blob begin with size bytes that were received earlier, fewer than the blob
-// has. They are not trusted: they count for the digest. Nothing of them is read before a host has
+// has. They are not trusted, because the digest covers them. They are not read before a host has
 // answered the request for the rest. It must be called before the first Read.
 func (b *Blob) ResumeFrom(content io.Reader, size int64) {
 	if size > 0 && size < b.want.Size {
@@ -79,8 +80,9 @@ func (r *Repository) Hosts() int { return len(r.endpoints) }
 
 // Blob returns a reader for a layer's blob. It sends nothing before the first Read. first is the
 // number of the first host to try; 0 is the configured order. After corrupt content the caller
-// tries the next number, see [Repository.Attempts]; such a blob is not fetched in parts. onBytes,
-// if not nil, is called with each number of received bytes. The caller closes the blob.
+// tries the next number, see [Repository.Attempts]. With a number above 0 the blob is not fetched
+// in parts. onBytes, if not nil, is called with each number of received bytes. The caller closes
+// the blob.
 func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first int, onBytes func(n int)) (*Blob, error) {
 	if err := checkDescriptor(want, 0); err != nil {
 		return nil, err
@@ -107,8 +109,8 @@ func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first in
 // Resumed reports whether the blob begins with bytes from an earlier transfer.
 func (b *Blob) Resumed() bool { return b.kept.used }
 
-// InPieces reports whether the blob did not come in one answer of one host. Then wrong content may
-// be due to the pieces, or to one of several hosts.
+// InPieces reports whether the blob came in more than one answer, or from several hosts. Then a
+// wrong digest does not show which host is wrong.
 func (b *Blob) InPieces() bool { return b.ahead.used || b.kept.used || b.hosts.transfers > 1 }
 
 // Left returns the number of bytes that were not received yet. It must not be called concurrently
@@ -167,8 +169,8 @@ func (b *Blob) readBody(p []byte) int {
 	return n
 }
 
-// readPart reads a part that was fetched ahead. If the part fails, a transfer reads the rest of it:
-// the current transfer, if nothing of the part has arrived.
+// readPart reads a part that was fetched ahead. If the part fails, a transfer reads the rest of it.
+// That is the current transfer if no byte of the part has arrived.
 func (b *Blob) readPart(part *part, p []byte) int {
 	began := time.Now()
 	n, err := part.read(b.ctx, p, b.offset)
@@ -200,12 +202,12 @@ func (b *Blob) extend() {
 	})
 }
 
-// Stop ends a current Read and makes later ones fail, until [Blob.Resume]. It may be called
+// Stop ends a current Read, and makes later Reads fail until [Blob.Resume]. It may be called
 // concurrently with Read, but not with Resume.
 func (b *Blob) Stop() { b.stop() }
 
-// Resume lets a stopped blob continue at its offset with a new transfer. Earlier errors about the
-// blob's content stay. It does nothing if the blob was not stopped.
+// Resume lets a stopped blob continue at its offset with a new transfer. An earlier error about the
+// blob's content stays. It does nothing if the blob was not stopped.
 func (b *Blob) Resume() {
 	if b.ctx.Err() == nil {
 		return
@@ -245,8 +247,8 @@ func (b *Blob) take(p []byte) {
 	b.onBytes(len(p))
 }
 
-// verify returns io.EOF if size and digest of the blob are right. If one answer of one host had all
-// of it, that host has another blob.
+// verify returns io.EOF if size and digest of the blob are right. If the whole blob came in one
+// answer of one host, it notes that this host has a wrong blob.
 func (b *Blob) verify() error {
 	b.closeBody()
 	got := digest.NewDigest(b.want.Digest.Algorithm(), b.hash)
@@ -259,8 +261,8 @@ func (b *Blob) verify() error {
 	return corrupt("%s: digest of the content from %s is %s", b, b.hosts.senders(), got)
 }
 
-// interrupted ends a transfer before the end of the blob. If parts were fetched beside a transfer
-// that stalled, they may have taken its bandwidth.
+// interrupted ends a transfer before the end of the blob. If a transfer stalled while parts were
+// fetched, the parts may have taken its bandwidth.
 func (b *Blob) interrupted(err error) error {
 	b.closeBody()
 	if e := b.ctx.Err(); e != nil {
@@ -281,14 +283,14 @@ func (b *Blob) interrupted(err error) error {
 	return nil
 }
 
-// noParts stops fetching ahead for good.
+// noParts stops fetching parts ahead for the rest of the blob.
 func (b *Blob) noParts() {
 	b.ahead.over.Store(true)
 	b.ahead.clear()
 }
 
-// open asks the next host for the blob, from the current offset on. After a failure it returns nil
-// without a body if a host is left.
+// open asks the next host for the blob, from the current offset on. If a host fails and another one
+// is left, it returns nil and leaves body nil.
 func (b *Blob) open() error {
 	h, err := b.hosts.next(b.ctx)
 	if err != nil {
@@ -308,9 +310,10 @@ func (b *Blob) open() error {
 	return nil
 }
 
-// openAt requests the blob from one host, from the current offset on. No blob fails because of
-// ranges. If a host refuses the request for the rest, or answers it in another way, openAt requests
-// the whole. It also does so in the last try if the host never answered such requests.
+// openAt requests the blob from one host, from the current offset on. A blob never fails only
+// because a host does not support ranges. If a host refuses the request for the rest, or ignores
+// the range, openAt requests the whole blob. It also requests the whole blob in the last try if the
+// host has never answered a range request.
 func (b *Blob) openAt(h *blobHost) (io.ReadCloser, error) {
 	rest := b.offset > 0 && !h.rangeless && (h.resumed || !h.isLastTry())
 	resp, refused, err := b.ask(h.endpoint, rest)
@@ -321,8 +324,8 @@ func (b *Blob) openAt(h *blobHost) (io.ReadCloser, error) {
 	switch {
 	case whole:
 		err = b.skip(resp)
-		// If the whole breaks off, the rest is requested again: the refusal may have had another
-		// reason.
+		// If the transfer of the whole blob breaks off, the next try requests the rest again. The
+		// refusal may have had another reason.
 		h.rangeless = err == nil && (refused || h.rangeless)
 	case resp.StatusCode == http.StatusPartialContent:
 		_, err = rangeOf(resp, b.offset, b.want.Size)
@@ -342,7 +345,7 @@ func (b *Blob) openAt(h *blobHost) (io.ReadCloser, error) {
 // whole.
 func (b *Blob) ask(e *endpoint, rest bool) (_ *http.Response, refused bool, err error) {
 	header := http.Header{"Accept": {"*/*"}}
-	if rest { // with its end: go-containerregistry's registry answers an open range with 416
+	if rest { // with the last byte, because go-containerregistry's registry answers an open range with 416
 		header.Set("Range", fmt.Sprintf("bytes=%d-%d", b.offset, b.want.Size-1))
 	}
 	resp, err := e.request(b.ctx, http.MethodGet, b.path(), header)
@@ -365,8 +368,8 @@ func (b *Blob) isWhole(resp *http.Response) bool {
 }
 
 // refusesRange reports whether a response may be due to the range, so that a request without one
-// may succeed. That includes partial responses without the right Content-Range: some caches and
-// proxies strip that header or send everything as 206.
+// may succeed. It also returns true for a 206 response with a missing or wrong Content-Range. Some
+// caches and proxies strip that header or send everything as 206.
 func (b *Blob) refusesRange(resp *http.Response) bool {
 	switch status := resp.StatusCode; status {
 	case http.StatusUnauthorized, http.StatusRequestTimeout, http.StatusTooManyRequests:

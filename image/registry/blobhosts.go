@@ -24,9 +24,9 @@ const (
 	leastBytes = 64 << 10
 )
 
-// blobHosts are the hosts of one blob. A host that fails for a moment is asked again, after those
-// that have not failed. A host is out if it refuses the blob, sends another one, cannot be reached,
-// or fails too often. The blob fails when all hosts are out.
+// blobHosts are the hosts of one blob. A host with a temporary failure is asked again, after the
+// hosts that have not failed. A host is out if it refuses the blob, sends wrong content, cannot be
+// reached, or fails too often. The blob fails when all hosts are out.
 type blobHosts struct {
 	repo      *Repository
 	blob      digest.Digest
@@ -40,19 +40,19 @@ type blobHost struct {
 	served   bool      // a transfer from it has begun
 	failures int       // since it was last known to work
 	received int64     // bytes since the first of these failures
-	fresh    int64     // bytes since the last of them
+	fresh    int64     // bytes since the last of these failures
 	ready    time.Time // when it may be asked again; zero: it has not failed
 	out      bool
 	err      error // the last failure
 
 	resumed bool // it has served a request for the rest
-	// rangeless is set if it did not serve a request for the rest, and then sent the whole blob up
-	// to the wanted offset.
+	// rangeless is set if the host did not serve a request for the rest, but sent the whole blob at
+	// least up to the wanted offset.
 	rangeless bool
 }
 
 // blobHosts returns the hosts of a blob, starting with number first, and then its URLs. It leaves
-// out the hosts that have sent another blob, unless that are all.
+// out the hosts that have sent wrong content, unless all hosts have.
 func (r *Repository) blobHosts(blob ocispec.Descriptor, first int) *blobHosts {
 	l := &blobHosts{repo: r, blob: blob.Digest}
 	places := r.hosts(capPull, first)
@@ -66,7 +66,7 @@ func (r *Repository) blobHosts(blob ocispec.Descriptor, first int) *blobHosts {
 	return l
 }
 
-// next returns the host to ask next, when it may be asked. If none is left, the error has the
+// next waits until the next host may be asked, and returns it. If none is left, the error has the
 // reason of each host.
 func (l *blobHosts) next(ctx context.Context) (*blobHost, error) {
 	var next *blobHost
@@ -81,8 +81,8 @@ func (l *blobHosts) next(ctx context.Context) (*blobHost, error) {
 	return next, sleep(ctx, time.Until(next.ready))
 }
 
-// isBefore reports whether a host is asked before another one that precedes it in the order. A host
-// that could not be reached for another blob is asked last, and URLs only if no host is left.
+// isBefore reports whether host h is asked before o, which precedes it in the configured order. A
+// host that could not be reached for another blob comes last. URLs come after all hosts.
 func (h *blobHost) isBefore(o *blobHost) bool {
 	if h.foreign != o.foreign {
 		return !h.foreign
@@ -113,7 +113,7 @@ func (h *blobHost) progress(n int) {
 }
 
 // failed records why a host did not serve the blob or its rest. A stall takes the whole timeout, so
-// the second one in a row ends the use of the host.
+// two stalls in a row end the use of the host.
 func (l *blobHosts) failed(h *blobHost, err error) {
 	h.err = err
 	h.noteDown(err)
@@ -135,7 +135,7 @@ func (l *blobHosts) failed(h *blobHost, err error) {
 	h.ready = time.Now().Add(l.repo.delay(h.failures, u.after))
 }
 
-// error returns the last failures of all hosts. That of the last host decides the code.
+// error returns the last failures of all hosts. The error of the last host decides the code.
 func (l *blobHosts) error() error {
 	var failed []error
 	for _, h := range l.all {
@@ -155,7 +155,7 @@ func (l *blobHosts) senders() string {
 	return strings.Join(names, ", ")
 }
 
-// wrongBlob is a blob of which a host has sent another content.
+// wrongBlob is a blob and a host that has sent wrong content for it.
 type wrongBlob struct {
 	host *endpoint
 	blob digest.Digest
@@ -177,9 +177,9 @@ func (r *Repository) isWrong(e *endpoint, blob digest.Digest) bool {
 }
 
 // Attempts returns how often the caller may fetch a blob whose content was corrupt, each time with
-// another first host. It is 0 if each host has sent another blob. If the content came in pieces,
-// nobody knows which one was wrong. So each host may be asked twice, then without those that are
-// known to be wrong.
+// another first host. It is 0 if each host is known to have a wrong blob. If the content came in
+// pieces, it is unknown which host was wrong. So each host may be asked twice. Hosts that are known
+// to be wrong are left out.
 func (r *Repository) Attempts(blob digest.Digest, inPieces bool) int {
 	places := r.hosts(capPull, 0)
 	switch {

@@ -12,10 +12,11 @@ type challenge struct {
 }
 
 // parseChallenges parses the WWW-Authenticate headers of a 401 response (RFC 7235, section 4.1). A
-// header is a list of challenges separated by commas, as are the parameters of a challenge. A
-// syntax error ends the header; what precedes it counts. Schemes and parameter names are in lower
-// case, values are unquoted. The last of repeated parameters counts. It does not check whether a
-// scheme is supported or whether a value is safe to send or to show.
+// header is a list of challenges, separated by commas. Commas also separate the parameters of a
+// challenge. After a syntax error the rest of the header is ignored. Schemes and parameter names
+// are in lower case, values are unquoted. If a parameter is repeated, the last one counts.
+// parseChallenges does not check whether a scheme is supported, or whether a value is safe to send
+// or to show.
 func parseChallenges(h http.Header) []challenge {
 	var all []challenge
 	for _, v := range h.Values("WWW-Authenticate") {

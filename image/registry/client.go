@@ -21,8 +21,8 @@ type Config struct {
 	UserAgent    string        // empty: "berth"
 	Log          *slog.Logger  // for warnings about configuration; nil: none
 
-	// Spare, if not nil, grants one more range request to a registry for a part of a large, slow
-	// blob. It does not wait. A part takes PartSize bytes of memory until giveBack is called.
+	// Spare, if not nil, grants one more range request to a registry, for a part of a large, slow
+	// blob. Spare does not wait. A part takes PartSize bytes of memory until giveBack is called.
 	Spare func(registry string) (giveBack func(), ok bool)
 }
 
@@ -37,8 +37,8 @@ type Sources struct {
 // DefaultStallTimeout is the default of StallTimeout in [Config].
 const DefaultStallTimeout = time.Minute
 
-// Client opens repositories, see [Client.Open]. It has no connections and no state but its sources.
-// Its methods may be called concurrently.
+// Client opens repositories, see [Client.Open]. It has no connections, and its only state is its
+// sources. Its methods may be called concurrently.
 type Client struct {
 	sources  atomic.Pointer[loaded]
 	log      *slog.Logger
@@ -59,8 +59,8 @@ type partsConfig struct {
 	enough float64       // fastEnough, other values in tests
 }
 
-// Prepare reads the registries.conf of new sources and returns the function that replaces the
-// present sources, for repositories that are opened from then on. The error is FailedPrecondition.
+// Prepare reads the registries.conf of new sources and returns a function. The function replaces
+// the present sources for repositories that are opened later. The error is FailedPrecondition.
 func (c *Client) Prepare(s Sources) (apply func(), err error) {
 	next, err := s.load()
 	if err != nil {
@@ -116,8 +116,7 @@ func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
 	return c.OpenWithin(ref, given, c.stall)
 }
 
-// OpenWithin is [Client.Open] with another limit for the wait for a byte, not longer than that of
-// the Client.
+// OpenWithin is [Client.Open] with a shorter limit for the wait for a byte.
 func (c *Client) OpenWithin(ref Reference, given Credentials, stall time.Duration) (*Repository, error) {
 	stall = min(stall, c.stall)
 	from := c.sources.Load()
@@ -143,13 +142,13 @@ func (c *Client) OpenWithin(ref Reference, given Credentials, stall time.Duratio
 	return r, nil
 }
 
-// Again opens the repository again, with the credentials of the first time. Hosts and other
-// credentials may have changed. stall is that of [Client.OpenWithin].
+// Again opens the repository again, with the credentials that Open got. It reads hosts and other
+// credentials again. See [Client.OpenWithin] for stall.
 func (r *Repository) Again(stall time.Duration) (*Repository, error) {
 	return r.client.OpenWithin(r.ref, r.given, stall)
 }
 
-// warnUnknown logs messages about the hosts.toml of a registry, each once.
+// warnUnknown logs each message about the hosts.toml of a registry once.
 func (c *Client) warnUnknown(domain string, messages []string) {
 	for _, m := range messages {
 		if _, again := c.warned.LoadOrStore(domain+" "+m, true); !again {
@@ -184,9 +183,9 @@ func (r *Repository) noteServed(e *endpoint) {
 // Reference returns the reference the repository was opened for.
 func (r *Repository) Reference() Reference { return r.ref }
 
-// lookupFor returns the function that finds the credentials for a host: those of the pull if they
-// are meant for it, else those of the credential files. repository is the host's name for the
-// repository, domain is the registry in the image's name.
+// lookupFor returns the function that finds the credentials for a host. It prefers the pull's
+// credentials, if they are meant for the host, to the credential files. repository is the host's
+// name for the repository. domain is the registry in the image's name.
 func (c *Client) lookupFor(given Credentials, h hostConfig, repository,
 	domain string) func(context.Context) (Credentials, error) {
 	return func(ctx context.Context) (Credentials, error) {
@@ -220,10 +219,10 @@ func (r *Repository) askAll(ctx context.Context, caps capability, ask func(*endp
 }
 
 // askOnce calls ask once for each host, starting with number first. The error of the last host
-// decides the code; the text names the others before it.
+// decides the code. The text has the errors of all hosts.
 //
 // A host that could not be reached before is skipped for this image, unless it is the only one
-// left. Otherwise a mirror that is down would cost its dial timeout for each manifest and layer.
+// left. A mirror that is down would otherwise delay each manifest and layer by its dial timeout.
 func (r *Repository) askOnce(ctx context.Context, caps capability, first int, ask func(*endpoint) error) error {
 	var failed []error
 	places := r.hosts(caps, first)

@@ -10,7 +10,7 @@ import (
 )
 
 // Credentials authenticate to one registry host. The zero value is anonymous. [FromCRI] converts
-// those of a request.
+// the credentials of a request.
 type Credentials struct {
 	Username      string
 	Password      Secret
@@ -74,9 +74,9 @@ func (c Credentials) isAnonymous() bool {
 // hasPassword reports whether the credentials can be used for HTTP basic authentication.
 func (c Credentials) hasPassword() bool { return c.Username != "" && c.Password != "" }
 
-// belongTo reports whether credentials of a pull may be sent to a host. Without a server address
-// they are for the image's registry, that is for hosts marked as its home. With one they are for
-// that host, and for the image's registry if that is the host.
+// belongTo reports whether credentials of a pull may be sent to a host. If they have no server
+// address, they are for the image's registry, which is every host with Home set. Otherwise they are
+// for the host with this address.
 func (c Credentials) belongTo(host string, home bool, domain string) bool {
 	if c.isAnonymous() {
 		return false

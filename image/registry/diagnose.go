@@ -30,9 +30,10 @@ const (
 	speedBytes   = 16 << 20         // read at most to measure the speed
 )
 
-// Diagnose contacts each host that serves an image, mirrors first, and reports each step: name
-// resolution, connection, TLS, authentication, manifest, range requests, speed. Without withImage
-// it stops after the authentication. The steps of a host end with the first failure.
+// Diagnose contacts each host that serves an image, mirrors first, and reports each step. The steps
+// are name resolution, connection, TLS, authentication, manifest, range requests and speed. If
+// withImage is false, it stops after the authentication. The steps of a host end with the first
+// failure.
 func (c *Client) Diagnose(ctx context.Context, ref Reference, withImage bool) []Probe {
 	repo, err := c.Open(ref, Credentials{})
 	if err != nil {

@@ -59,9 +59,9 @@ func loadDockerConfig(path string) (dockerConfig, error) {
 	return c, nil
 }
 
-// lookup returns the credentials for a repository of a host: from the host's helper, else from the
-// file's entry for the longest part of the repository's path, else from the credentials store. No
-// credentials is no error.
+// lookup returns the credentials for a repository of a host. It asks the host's helper first, then
+// the file's entry with the longest part of the repository's path, then the credentials store. It
+// is no error if there are none.
 func (c dockerConfig) lookup(ctx context.Context, host, repository string) (Credentials, error) {
 	want := canonicalHost(host)
 	if key, ok := findHost(c.CredHelpers, want, ""); ok {
@@ -80,8 +80,8 @@ func (c dockerConfig) lookup(ctx context.Context, host, repository string) (Cred
 	return Credentials{}, nil
 }
 
-// findHost returns the key of m for a host and a path in it, the shortest if there are several. See
-// containers-auth.json(5) for paths.
+// findHost returns the shortest key of m for a host and a path on it. See containers-auth.json(5)
+// for paths.
 func findHost[V comparable](m map[string]V, want, scope string) (string, bool) {
 	var empty V
 	best, found := "", false
@@ -97,7 +97,7 @@ func findHost[V comparable](m map[string]V, want, scope string) (string, bool) {
 }
 
 // scopeOf returns the path of a key: the part of a registry that the key is for. It is "" for the
-// whole registry, also with the API version that `docker login` appends.
+// whole registry, even if `docker login` has appended the API version.
 func scopeOf(key string) string {
 	if _, rest, ok := strings.Cut(key, "://"); ok {
 		key = rest

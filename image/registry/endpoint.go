@@ -16,11 +16,12 @@ import (
 	"berth/internal/fair"
 )
 
-// endpoint is one host of a registry, prepared for one repository, or one URL of a blob.
+// endpoint is one host of a registry, prepared for one repository. It can also be one URL of a
+// blob.
 type endpoint struct {
 	caps     capability
 	base     url.URL // API root and repository: https://host/v2/library/busybox; the URL of a blob
-	foreign  bool    // it is the URL of a blob, see foreign.go; then origin and auth are nil
+	foreign  bool    // the endpoint is the URL of a blob, see foreign.go; then origin and auth are nil
 	ns       string  // the registry that this host mirrors; "" if it is the registry
 	agent    string
 	stall    time.Duration
@@ -33,7 +34,7 @@ type endpoint struct {
 }
 
 // newEndpoint prepares host h for the repository of a source. given are the credentials of the
-// pull, domain is the registry in the image's name, dirs are Sources.Dirs, stall is the longest
+// pull. domain is the registry in the image's name. dirs are Sources.Dirs. stall is the longest
 // wait for a byte.
 func newEndpoint(h hostConfig, s source, c *Client, given Credentials, domain string, dirs []string,
 	stall time.Duration) (*endpoint, error) {
@@ -77,8 +78,8 @@ func newEndpoint(h hostConfig, s source, c *Client, given Credentials, domain st
 	return e, nil
 }
 
-// tokenWires returns the transport for requests to a token server. It adds the headers of
-// hosts.toml if that is the host itself, but no authorization of the registry.
+// tokenWires returns the transport for requests to a token server. If the token server is the host
+// itself, it adds the headers of hosts.toml. It never adds the registry's authorization.
 func (e *endpoint) tokenWires(server string) http.RoundTripper {
 	tokens := *e.origin
 	tokens.auth = nil
@@ -96,7 +97,8 @@ func (e *endpoint) String() string {
 	return e.base.Scheme + "://" + e.base.Host
 }
 
-// down returns why the host should not be asked, or nil: it could not be reached, or has stalled.
+// down returns the failure because of which the host should not be asked, or nil. The host could
+// not be reached, or has stalled.
 func (e *endpoint) down() error {
 	if u := e.failure.Load(); u != nil {
 		return u
@@ -112,12 +114,12 @@ func (e *endpoint) noteDown(err error) {
 	}
 }
 
-// maxAuthRounds limits the 401 responses to one request: without authentication, and with a token
-// that has expired or lacks the scope.
+// maxAuthRounds limits the 401 responses to one request. The first may be due to missing
+// authentication, and the second to a token that has expired or lacks the scope.
 const maxAuthRounds = 3
 
 // request sends a request below the repository ("manifests/latest") and authenticates as requested.
-// It returns the response whatever its status; the caller closes the body.
+// It returns the response with any status. The caller closes the body.
 func (e *endpoint) request(ctx context.Context, method, suffix string, header http.Header) (*http.Response, error) {
 	if e.foreign {
 		return e.send(ctx, method, e.base, header)
@@ -185,14 +187,15 @@ func (e *endpoint) statusError(resp *http.Response) error {
 	return err
 }
 
-// drain reads a little of the rest, so that the connection can be used again, and closes the body.
-// Its errors do not matter.
+// drain reads a limited rest of the body, so that the connection can be used again, and closes the
+// body. Its errors do not matter.
 func drain(body io.ReadCloser) {
 	_, _ = io.CopyN(io.Discard, body, 64<<10)
 	_ = body.Close()
 }
 
 // slowest is the rate, in bytes a second, below which a transfer counts as stalled. Otherwise a
-// registry could keep a pull alive with a byte now and then. The eight transfers of a pull reach it
-// on a line of half a megabit. Parts are fetched only at far higher rates, see fastEnough.
+// registry could keep a pull alive with an occasional byte. The eight transfers of a pull together
+// reach this rate on a line of half a megabit per second. Parts are fetched only at far higher
+// rates, see fastEnough.
 const slowest = 8 << 10

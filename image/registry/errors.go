@@ -38,12 +38,12 @@ func corrupt(format string, args ...any) error {
 func isCorrupt(err error) bool { return errdefs.Code(err) == codes.DataLoss }
 
 // requestError converts the error of an HTTP round trip. It drops the URL, whose query may contain
-// a token. The result is an UnavailableError unless ctx is done: a dial timeout is DeadlineExceeded
-// as well.
+// a token. The result is an UnavailableError unless ctx is done. The error of a dial timeout alone
+// would look like the end of ctx.
 func requestError(ctx context.Context, err error) error {
 	var u *url.Error
 	switch {
-	case errors.Is(err, errRedirects) && errors.As(err, &u): // it names the URLs
+	case errors.Is(err, errRedirects) && errors.As(err, &u): // the text would name the URLs
 		err = u.Err
 	case errors.As(err, &u):
 		err = fmt.Errorf("%s %s: %w", strings.ToUpper(u.Op), origin(u.URL), short(u.Err))
@@ -67,8 +67,8 @@ type shortened struct {
 func (s *shortened) Error() string { return s.text }
 func (s *shortened) Unwrap() error { return s.err }
 
-// short makes an error of net/http displayable. It may quote a server: a malformed header, or the
-// address of a redirect, which may contain a token.
+// short makes an error of net/http displayable. The text may quote a server's malformed header, or
+// the address of a redirect, which may contain a token.
 func short(err error) error {
 	text := err.Error()
 	if strings.Contains(text, "Location header") {
@@ -77,7 +77,7 @@ func short(err error) error {
 	return &shortened{errdefs.Clip(text), err}
 }
 
-// isTemporary reports whether to repeat a failed request at once. Timeouts, refused connections,
+// isTemporary reports whether a failed request is repeated soon. Timeouts, refused connections,
 // unknown names and failed TLS handshakes are not temporary, because kubelet retries with a growing
 // delay anyway.
 func isTemporary(err error) bool {
@@ -85,8 +85,8 @@ func isTemporary(err error) bool {
 }
 
 // statusError returns the error for an unsuccessful response. It quotes the body only if the
-// registry itself sent it. Otherwise a redirect could show a page that the daemon can read to a
-// user who sees only its errors.
+// registry itself sent it. Otherwise a redirect could reveal a page that only the daemon can read
+// to a user who sees its errors.
 func statusError(resp *http.Response, own bool) error {
 	text := errdefs.Clip(resp.Status)
 	if own {
@@ -122,8 +122,8 @@ func registryMessage(resp *http.Response) string {
 	return fmt.Sprintf(" (%s: %s)", errdefs.Clip(doc.Errors[0].Code), errdefs.Clip(doc.Errors[0].Message))
 }
 
-// busy returns the error of a server that fails or is overloaded. If it asks for a longer pause
-// than a pull should wait, it is not asked again.
+// busy returns the error of a server that fails or is overloaded. A server that asks for a longer
+// pause than a pull should wait is not asked again.
 func busy(h http.Header, text string) error {
 	after := retryAfter(h)
 	if after > maxRetryAfter {

@@ -11,9 +11,9 @@ import (
 const maxURLs = 8
 
 // foreign returns the URLs in a blob's descriptor, which are asked if no host of the repository has
-// the blob. Whoever has pushed the manifest has chosen them. So they get no credentials, headers or
-// client certificates (CVE-2020-15157), and errors do not quote their answers. They may lead where
-// the image's registry may redirect to.
+// the blob. The author of the manifest has chosen them. So they get no credentials, headers or
+// client certificates (CVE-2020-15157), and errors do not quote their answers. The same addresses
+// are allowed as for redirects of the image's registry.
 func (r *Repository) foreign(blob ocispec.Descriptor) []*endpoint {
 	if len(r.endpoints) == 0 {
 		return nil

@@ -53,7 +53,7 @@ type hostConfig struct {
 	caCerts     []string    // PEM files, added to the system's
 	clientPairs [][2]string // certificate and key file; key "": in the same file
 	skipVerify  *bool       // nil: not configured
-	lenient     bool        // skipVerify is the default for loopback: it is for no other host
+	lenient     bool        // skipVerify is the default for loopback, and applies to no other host
 	Header      http.Header
 	DialTimeout time.Duration  // 0: default
 	RedirectTo  []netip.Prefix // redirect_to: always allowed targets of redirects
@@ -64,8 +64,8 @@ type hostConfig struct {
 	unknown []string // of the server: messages about unknown keys in hosts.toml
 }
 
-// explicitTLS reports whether TLS is configured. An http:// host with TLS options is tried by https
-// first.
+// explicitTLS reports whether TLS is configured. For an http:// host with TLS options, https is
+// tried first.
 func (h *hostConfig) explicitTLS() bool {
 	return h.caCerts != nil || h.clientPairs != nil || h.skipVerify != nil
 }
@@ -73,7 +73,8 @@ func (h *hostConfig) explicitTLS() bool {
 // loadHosts returns the hosts that serve images of domain, in the order to try them. It reads
 // hosts.toml in containerd's layout or Docker's certificate files, and applies the defaults if
 // there are neither. It reads the files at each call, so changes need no restart. An invalid file
-// is FailedPrecondition; the text names the file but shows no URL, which may contain a password.
+// is FailedPrecondition. The text names the file, but shows no URL, because it may contain a
+// password.
 func loadHosts(dirs []string, domain string) ([]hostConfig, error) {
 	hosts := []hostConfig{{}}
 	dir, own, err := findHostDir(dirs, domain)
@@ -191,7 +192,7 @@ func parseHosts(dir string, data []byte) ([]hostConfig, error) {
 		return nil, err
 	}
 	var hosts []hostConfig
-	for i, name := range hostOrder(data, doc.Hosts) { // errors number the tables: a URL may contain a password
+	for i, name := range hostOrder(data, doc.Hosts) { // errors name tables by number, because a URL may contain a password
 		if name == "" {
 			return nil, errors.New("a host table without a name")
 		}
@@ -252,7 +253,7 @@ func keysOf(t reflect.Type) (keys []string) {
 }
 
 // hostOrder returns the names of the host tables in the order of the file, which is the order of
-// attempts. Decoding TOML into a map loses it. Names of inline tables follow, sorted.
+// attempts. A decoded map has lost this order. Names of inline tables follow, sorted.
 func hostOrder(data []byte, tables map[string]hostTable) []string {
 	var order []string
 	seen := map[string]bool{}
@@ -443,7 +444,7 @@ func parseHeader(m map[string]any) (http.Header, error) {
 			return nil, fmt.Errorf("header %q: not a header's name", errdefs.Clip(name))
 		}
 		for _, value := range values {
-			if !httpguts.ValidHeaderFieldValue(value) { // not quoted: it may be a secret
+			if !httpguts.ValidHeaderFieldValue(value) { // not quoted, because it may be a secret
 				return nil, fmt.Errorf("header %s: a value has characters that cannot be sent", errdefs.Clip(name))
 			}
 			h.Add(name, value)
@@ -453,7 +454,7 @@ func parseHeader(m map[string]any) (http.Header, error) {
 }
 
 // absolute resolves a file name relative to the directory of its hosts.toml. An empty name stays
-// empty: a pair without a key file.
+// empty. It means a pair without a key file.
 func absolute(dir, name string) string {
 	if name == "" || filepath.IsAbs(name) {
 		return name
@@ -462,8 +463,8 @@ func absolute(dir, name string) string {
 }
 
 // setDefault sets the registry's own address. On loopback the scheme depends on the port, as in
-// containerd: https without port or with 443, http with 80, otherwise https without verification,
-// then http.
+// containerd. If there is no port, or port 443, it is https. For port 80 it is http. For other
+// ports, https without verification is tried first, then http.
 func (h *hostConfig) setDefault(domain string) {
 	h.Scheme, h.Host, h.Path, h.Caps = "https", apiHost(domain), "/v2", allCapabilities
 	if !isLoopback(domain) {
@@ -488,8 +489,8 @@ func apiHost(host string) string {
 	return host
 }
 
-// settle applies rules for combinations of options. An http host with TLS options is tried by https
-// first. A host with the registry's name is the registry itself.
+// settle applies rules for combinations of options. For an http host with TLS options, https is
+// tried first. A host with the registry's name is the registry itself.
 func (h *hostConfig) settle(domain string) {
 	if h.Scheme == "http" && h.explicitTLS() && portOf(h.Host) != "80" {
 		h.Scheme, h.PlainNext = "https", true
@@ -542,9 +543,9 @@ func canonicalHost(address string) string {
 	return host
 }
 
-// loadOther returns the configuration of a host that is no registry: of a token server, or of the
-// target of a redirect. It is nil if the host has no folder of its own with TLS options. The host
-// is part of a URL that a registry has sent.
+// loadOther returns the configuration of a token server or of the target of a redirect. It is nil
+// if the host has no own folder with TLS options. The host is part of a URL that a registry has
+// sent.
 func loadOther(dirs []string, host string) (*hostConfig, error) {
 	host = strings.ToLower(host)
 	if host == "" || host == defaultHostDir || strings.HasPrefix(host, ".") || strings.ContainsAny(host, "/\\") {
@@ -567,9 +568,9 @@ func loadOther(dirs []string, host string) (*hostConfig, error) {
 }
 
 // tlsConfigs reads the certificate files of a host. own is for the host itself, on any port, and
-// for its token server. others is for the targets of redirects. It always verifies them, also with
-// the host's CA certificates, because they often belong to the same operator. It shows them no
-// client certificate.
+// for its token server. others is for the targets of redirects. It always verifies their
+// certificates, also with the host's CA certificates, because they often belong to the same
+// operator. It has no client certificate.
 func (h *hostConfig) tlsConfigs() (own, others *tls.Config, err error) {
 	others = &tls.Config{MinVersion: tls.VersionTLS12}
 	if h.caCerts != nil {

@@ -14,7 +14,7 @@ import (
 )
 
 // malformed returns an error for a document that has the right digest, but is no valid document.
-// Another host would send the same.
+// Another host would send the same document.
 func malformed(format string, args ...any) error { return errdefs.FailedPrecondition(format, args...) }
 
 // decode decodes a JSON document. It accepts a byte order mark, as RFC 8259 allows. The error names
@@ -41,7 +41,7 @@ func decode(data []byte, v any) error {
 
 // typeFault names the field that has another type, but not its value.
 func typeFault(err *json.UnmarshalTypeError) string {
-	found, _, _ := strings.Cut(err.Value, " ") // without the number
+	found, _, _ := strings.Cut(err.Value, " ") // without the array index
 	where := "the document"
 	if err.Field != "" {
 		where = fmt.Sprintf("field %q", errdefs.Clip(err.Field))
@@ -49,7 +49,7 @@ func typeFault(err *json.UnmarshalTypeError) string {
 	return fmt.Sprintf("%s is not valid: %s expected, not %s", where, kindName(err.Type), found)
 }
 
-// kindName names what JSON has for a Go type.
+// kindName returns the JSON name of a Go type.
 func kindName(t reflect.Type) string {
 	switch t.Kind() {
 	case reflect.String:
@@ -120,8 +120,8 @@ func checkValues(data []byte) error {
 	return nil
 }
 
-// schemaVersion is the schemaVersion of a document. Only that of Docker's schema 1 matters, so
-// another spelling of 2, or none (oras-go#934), is accepted.
+// schemaVersion is the schemaVersion of a document. Only version 1, Docker's schema 1, matters. So
+// another spelling of 2, or a missing version (oras-go#934), is accepted.
 type schemaVersion string
 
 // UnmarshalJSON implements json.Unmarshaler.

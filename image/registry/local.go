@@ -16,8 +16,9 @@ import (
 type ReadBlob func(ocispec.Descriptor) ([]byte, error)
 
 // ResolveLocal is [Repository.Resolve] for an image whose documents are on this machine. top
-// describes its index or manifest. The documents get the same checks as those of a registry. The
-// error matches [ErrNotImage] if top describes something that belongs to an image.
+// describes its index or manifest. The documents get the same checks as a registry's documents. The
+// error matches [ErrNotImage] if top describes a signature or something else that belongs to an
+// image.
 func ResolveLocal(read ReadBlob, top ocispec.Descriptor, node ocispec.Platform) (*Image, error) {
 	if _, ok := choosePlatform([]ocispec.Descriptor{top}, node); !ok {
 		return nil, errdefs.NotFound("image %s is not for platform %s", top.Digest, platforms.Format(node))
@@ -64,7 +65,8 @@ func ResolveLocal(read ReadBlob, top ocispec.Descriptor, node ocispec.Platform) 
 }
 
 // readBest reads the manifest or index of an index that suits a node best. Other runtimes keep only
-// a part of an index, perhaps for a lower level of the CPU. So it takes the best that is there.
+// a part of an index, perhaps for a lower level of the CPU. So it takes the best manifest that is
+// present.
 func readBest(read ReadBlob, index []ocispec.Descriptor, node ocispec.Platform) (doc document,
 	chosen ocispec.Descriptor, err error) {
 	missing := errdefs.NotFound("no image for platform %s", platforms.Format(node))

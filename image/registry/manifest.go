@@ -22,7 +22,7 @@ const (
 	MaxLayers       = 500     // overlayfs mounts no more (OVL_MAX_STACK in fs/overlayfs)
 )
 
-// Media types of Docker's formats. Those of OCI are in the image-spec package.
+// Media types of Docker's formats. The image-spec package has the media types of OCI.
 const (
 	mediaTypeDockerManifest = "application/vnd.docker.distribution.manifest.v2+json"
 	mediaTypeDockerList     = "application/vnd.docker.distribution.manifest.list.v2+json"
@@ -47,8 +47,8 @@ type document struct {
 }
 
 // parseDocument parses a manifest or index. contentType is the registry's Content-Type. The content
-// decides what the document is; its media type and the registry's must agree. A document that is
-// both a manifest and an index would be two images (CVE-2021-41190).
+// decides the type of the document. Its mediaType and the Content-Type must agree with it. A
+// document that is both a manifest and an index would be two images (CVE-2021-41190).
 func parseDocument(data []byte, contentType string) (document, error) {
 	var raw struct {
 		SchemaVersion schemaVersion        `json:"schemaVersion"`
@@ -182,23 +182,23 @@ func isSchema1(contentType string) bool {
 
 func isIndexType(t string) bool { return t == ocispec.MediaTypeImageIndex || t == mediaTypeDockerList }
 
-// IsDocumentType reports whether a media type is that of a manifest or index, or empty.
+// IsDocumentType reports whether a media type is empty, or the type of a manifest or index.
 func IsDocumentType(t string) bool { return t == "" || isIndexType(t) || isManifestType(t) }
 
 func isManifestType(t string) bool {
 	return t == ocispec.MediaTypeImageManifest || t == mediaTypeDockerManifest
 }
 
-// isLayerType accepts tar layers in any compression, which the content shows. Encrypted layers,
-// Helm charts and attestations are no filesystems.
+// isLayerType accepts tar layers in any compression, because the content shows the compression.
+// Encrypted layers, Helm charts and attestations are no filesystems.
 func isLayerType(t string) bool {
 	return (strings.HasPrefix(t, ociLayerPrefix) || strings.HasPrefix(t, dockerLayerPrefix)) && !isEncrypted(t)
 }
 
 func isEncrypted(layerType string) bool { return strings.Contains(layerType, "encrypted") }
 
-// ErrNotImage matches errors about manifests that describe no container image and no artifact that
-// can be stored: signatures, attestations and bills of materials, for example.
+// ErrNotImage matches errors about manifests that describe neither a container image nor an
+// artifact that can be stored. Examples are signatures, attestations and bills of materials.
 var ErrNotImage = errors.New("not an image")
 
 // notImage makes an error match ErrNotImage, with the same text and code.

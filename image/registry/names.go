@@ -17,7 +17,7 @@ import (
 
 // names is a registries.conf and the files of its directory, see containers-registries.conf(5):
 // aliases of short names, search registries, mirrors, rewritten locations and blocked registries.
-// A nil *names has none of them.
+// A nil *names is empty.
 //
 // The library adds 180 KB to the program and no measurable memory, so it needs no process of its
 // own.
@@ -38,10 +38,10 @@ func loadNames(path string) (*names, error) {
 	n := &names{&types.SystemContext{
 		SystemRegistriesConfPath:    path,
 		SystemRegistriesConfDirPath: path + ".d",
-		// Aliases that podman's users chose interactively must not count.
+		// The aliases that podman's users chose interactively must have no effect.
 		UserShortNameAliasConfPath: "/proc/self/no-such-file",
-		// The library keeps the content of the files in a map with this key. The number keeps the
-		// configuration that is in use until the reload of a new one has succeeded.
+		// The library keeps the content of the files in a map with this key. The number makes the
+		// key unique, so the old configuration stays in use until the new one is loaded.
 		RootForImplicitAbsolutePaths: "/" + strconv.FormatInt(generations.Add(1), 10),
 	}}
 	if _, err := sysregistriesv2.TryUpdatingCache(n.system); err != nil {
@@ -51,9 +51,9 @@ func loadNames(path string) (*names, error) {
 }
 
 // candidates returns the references that an image name may stand for, in the order to try them. A
-// name with a registry is one reference. A short name is its alias, or the name in each search
-// registry, or, without any of these, the name at Docker Hub. Errors: InvalidArgument;
-// FailedPrecondition if short-name-mode does not allow several registries.
+// name with a registry is one reference. A short name is replaced by its alias, or else by the name
+// in each search registry. If there are no search registries, it is a name at Docker Hub. Errors:
+// InvalidArgument; FailedPrecondition if short-name-mode does not allow several registries.
 func (n *names) candidates(name string) ([]Reference, error) {
 	ref, err := ParseReference(name)
 	if err != nil || n == nil || !isShort(name) {
@@ -106,13 +106,13 @@ func isShort(name string) bool {
 // source is a place that serves an image.
 type source struct {
 	Reference
-	home     bool   // is the image's registry, also at another location, and no mirror
+	home     bool   // is the image's registry, perhaps at a rewritten location, and no mirror
 	insecure bool   // certificates are not verified, and plain HTTP is tried
 	proxy    string // namespace-proxy: the registry behind a proxy
 }
 
-// sources returns the places that serve an image, in the order to try them: mirrors and the
-// possibly rewritten location of registries.conf. A blocked registry is FailedPrecondition.
+// sources returns the places that serve an image, in the order to try them. registries.conf defines
+// the mirrors and may rewrite the location. A blocked registry is FailedPrecondition.
 func (n *names) sources(ref Reference) ([]source, error) {
 	own := []source{{Reference: ref, home: true}}
 	if n == nil {
@@ -167,7 +167,7 @@ func (s source) places(dirs []string) ([]hostConfig, error) {
 	return hosts, nil
 }
 
-// loaded are sources with the registries.conf that was read for them.
+// loaded has sources and the registries.conf that was read for them.
 type loaded struct {
 	Sources
 	names *names
@@ -196,7 +196,8 @@ func (c *Client) Candidates(name string) ([]Reference, error) {
 }
 
 // FirstOf calls pull for each candidate of an image name (see [Client.Candidates]) until one
-// succeeds. The error of the last decides the code of a failure; the text has all.
+// succeeds. The error of the last candidate decides the code of a failure. The text has the errors
+// of all candidates.
 func FirstOf[T any](candidates []Reference, pull func(Reference) (T, error)) (T, error) {
 	var none T
 	var failed error

@@ -36,15 +36,15 @@ func cpuLevel() string {
 	return "v" + strconv.Itoa(level)
 }
 
-// choosePlatform returns the manifest of an index that suits a node best. It is the first with the
-// best matching platform, or the first without a platform if none matches. An artifact is chosen
-// only if there is no image. Annotations have no effect: buildx' attestations are for the platform
-// unknown/unknown.
+// choosePlatform returns the manifest of an index that suits a node best. It is the first manifest
+// with the best matching platform. If none matches, it is the first manifest without a platform. An
+// artifact is chosen only if there is no image. Annotations have no effect. The attestations of
+// buildx have the platform unknown/unknown, so they are never chosen.
 func choosePlatform(manifests []ocispec.Descriptor, node ocispec.Platform) (best ocispec.Descriptor, ok bool) {
 	var images, artifacts []ocispec.Descriptor
 	for _, m := range manifests {
 		switch {
-		case m.ArtifactType == sociIndexType: // it has the platform of its image
+		case m.ArtifactType == sociIndexType: // an artifact has the platform of its image
 		case m.ArtifactType != "":
 			artifacts = append(artifacts, m)
 		default:

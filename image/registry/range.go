@@ -15,7 +15,7 @@ import (
 	"berth/internal/fair"
 )
 
-// ErrNoRanges is wrapped by the error of a host that answers a range request in another way.
+// ErrNoRanges is wrapped by the error if a host does not answer a range request with the range.
 var ErrNoRanges = errors.New("the host does not serve ranges")
 
 // Range reads a range of a blob from the hosts of a repository. It continues an interrupted
@@ -34,9 +34,9 @@ type Range struct {
 }
 
 // Range requests size bytes of a blob from an offset. It asks the hosts in order, beginning with
-// the number first, and returns when one has begun to answer. onBytes is called with each number of
-// received bytes. The caller closes the Range. Errors: those of [Blob.Read]; FailedPrecondition,
-// which wraps [ErrNoRanges], if no host serves ranges.
+// the number first, and returns when a host has begun to answer. onBytes is called with each number
+// of received bytes. The caller closes the Range. It returns the errors of [Blob.Read], and
+// FailedPrecondition, which wraps [ErrNoRanges], if no host serves ranges.
 func (r *Repository) Range(ctx context.Context, blob ocispec.Descriptor, first int, offset, size int64,
 	onBytes func(n int)) (*Range, error) {
 	if err := checkDescriptor(blob, 0); err != nil {
@@ -66,8 +66,8 @@ func (b *Range) open() error {
 	return nil
 }
 
-// ask requests the rest from one host. The whole wait for an answer has the limit of a wait for a
-// byte: other hosts may be faster than a timeout of the connection.
+// ask requests the rest from one host. The wait for an answer has the same limit as the wait for a
+// byte. Another host may answer before a connection times out.
 func (b *Range) ask(e *endpoint) (io.ReadCloser, error) {
 	ctx, cancel := context.WithCancelCause(b.ctx)
 	late := time.AfterFunc(e.stall, func() { cancel(fair.ErrStalled) })
@@ -146,8 +146,8 @@ func (b *Range) Read(p []byte) (int, error) {
 	return 0, io.EOF
 }
 
-// interrupted ends a transfer that has failed. The next one is another host's. It returns an error
-// if there were too many.
+// interrupted ends a transfer that has failed. The next transfer uses another host. interrupted
+// returns an error if there were too many failures.
 func (b *Range) interrupted(err error) error {
 	_ = b.Close()
 	if b.ctx.Err() != nil {

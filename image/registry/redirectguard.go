@@ -65,14 +65,15 @@ func proximityOf(a netip.Addr) proximity {
 }
 
 // redirectGuard keeps a registry from directing berth's requests to this machine, to its link or to
-// a cloud's metadata service. Without it any registry could use a redirect or a token server's
-// address to query services that only the node may reach, and read the result from the error text.
+// a cloud's metadata service. Otherwise any registry could use a redirect, or the address of a
+// token server, to query services that only the node may reach. It could read the result from the
+// error text.
 //
 // It checks the address of each connection, not the name, because a name may resolve differently at
 // any time. It forbids addresses that are closer than the registry itself. Private networks count
 // as remote, because the storage and the token servers of private registries use them. Before the
 // first connection of dialRegistry the registry counts as remote. If it was reached at several
-// addresses, the most remote one counts. Its methods may be called concurrently.
+// addresses, the most remote address counts. Its methods may be called concurrently.
 type redirectGuard struct {
 	host     string         // the registry's host name, without port
 	ports    []string       // the registry's ports
@@ -140,9 +141,9 @@ func hostname(host string) string { return strings.ToLower((&url.URL{Host: host}
 type dialFunc = func(ctx context.Context, network, address string) (net.Conn, error)
 
 // dialRegistry returns the function that connects for requests to the registry's name. Connections
-// to the registry's own ports pass and are observed. Connections to its name on other ports are
-// checked like redirects: the name may resolve to another machine at that moment. Connections to a
-// proxy are not observed.
+// to the registry's own ports pass and are observed. Connections to the registry's name on other
+// ports are checked like redirects, because the name may resolve to another machine at that moment.
+// Connections to a proxy are not observed.
 func (g *redirectGuard) dialRegistry(dialer *net.Dialer) dialFunc {
 	guarded := g.dialOther(dialer)
 	return func(ctx context.Context, network, address string) (net.Conn, error) {
@@ -180,11 +181,11 @@ func (g *redirectGuard) dialOther(dialer *net.Dialer) dialFunc {
 type otherHosts struct {
 	guard   *redirectGuard
 	direct  *http.Transport // without a proxy, each connection checked
-	proxied *http.Transport // through the proxy; the proxy's operator decides where it connects
+	proxied *http.Transport // through the proxy, whose operator decides where it connects
 }
 
 // otherHosts returns the transport for the registry's redirects and token servers. It uses the
-// proxy of the environment for hosts that have one. newTransport returns a connection pool that
+// environment's proxy for hosts that have a proxy. newTransport returns a connection pool that
 // dials with the given function.
 func (g *redirectGuard) otherHosts(dialer *net.Dialer, newTransport func(dialFunc) *http.Transport) *otherHosts {
 	o := &otherHosts{guard: g, direct: newTransport(g.dialOther(dialer)), proxied: newTransport(dialer.DialContext)}

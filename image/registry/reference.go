@@ -47,7 +47,7 @@ func ParseReference(s string) (Reference, error) {
 var registryName = regexp.MustCompile("^(?:" + reference.DomainRegexp.String() + ")$")
 
 // registryFault says what is wrong with the registry in a reference, or returns "". The library
-// names no reason, and takes some of these names for a path.
+// gives no reason for its errors, and takes some of these names for a path.
 func registryFault(s string) string {
 	host, _, ok := strings.Cut(s, "/")
 	switch isRegistry := ok && (strings.ContainsAny(host, ".:") || strings.ToLower(host) != host); {

@@ -33,13 +33,13 @@ type Layer struct {
 	DiffID digest.Digest      // sha256 of the tar
 	Blob   ocispec.Descriptor // as the registry has it, compressed or not
 	File   string             // of an artifact: the path of the file that the blob is; empty: the blob is a tar
-	// Ztoc is SOCI's table of contents of the blob, a blob of its own; nil: none was looked for, or
-	// it has none. See Repository.Ztocs.
+	// Ztoc is SOCI's table of contents of the blob, which is a separate blob. It is nil if the blob
+	// has none, or if nobody has looked for it. See Repository.Ztocs.
 	Ztoc *ocispec.Descriptor
 }
 
-// Digest resolves the reference with HEAD requests. It returns "" if no host answers with a digest;
-// a GET returns the reason.
+// Digest resolves the reference with HEAD requests. It returns "" if no host answers with a digest.
+// A GET request then shows the reason.
 func (r *Repository) Digest(ctx context.Context) digest.Digest {
 	caps := capPull
 	if r.ref.Digest == "" {
@@ -138,7 +138,7 @@ func hasNoSize(d ocispec.Descriptor) bool {
 }
 
 // findSizes asks the hosts for the sizes that a manifest does not have, because CRI-O pulls such
-// images too. The digest decides whether a size was right.
+// images too. The digest of the blob shows later whether the size was right.
 func (r *Repository) findSizes(ctx context.Context, layers []Layer) error {
 	for i := range layers {
 		blob := &layers[i].Blob
@@ -167,11 +167,11 @@ func (r *Repository) findSizes(ctx context.Context, layers []Layer) error {
 }
 
 // checkConfigPlatform rejects an image of another operating system. If no index stated the
-// platform of its manifest (unstated), it also rejects an image of another architecture. It accepts
-// such an image by a direct reference, because the node may have an emulator.
+// platform of its manifest (unstated), it also rejects an image of another architecture. A direct
+// reference to such an image is accepted, because the node may have an emulator.
 //
-// As in containerd, a configuration without an operating system is for this machine's
-// (platforms.Normalize), and one without an architecture matches none.
+// As in containerd, a configuration that names no operating system is for this machine's system
+// (platforms.Normalize). A configuration that names no architecture matches no architecture.
 func checkConfigPlatform(c ocispec.Image, node ocispec.Platform, unstated bool) error {
 	if platforms.Normalize(c.Platform).OS != platforms.Normalize(node).OS {
 		return errdefs.FailedPrecondition("image is for %s, this node is %s",
@@ -281,7 +281,8 @@ func (e *endpoint) fetchUntil(
 	return data, resp.Header.Get("Content-Type"), nil
 }
 
-// isNamed reports whether content has the wanted digest or, if none is known, that of its headers.
+// isNamed reports whether content has the wanted digest or, if none is known, the digest in its
+// headers.
 func isNamed(data []byte, want digest.Digest, h http.Header) bool {
 	if want == "" {
 		want = digest.Digest(h.Get("Docker-Content-Digest"))
@@ -289,8 +290,8 @@ func isNamed(data []byte, want digest.Digest, h http.Header) bool {
 	return checkDigest(want) == nil && want.Algorithm().FromBytes(data) == want
 }
 
-// nameDigest sets the digest of content that was fetched by tag. If the registry reports one of a
-// supported algorithm, it must match.
+// nameDigest sets the digest of content that was fetched by tag. If the registry reports a digest
+// with a supported algorithm, it must match.
 func nameDigest(want *ocispec.Descriptor, data []byte, h http.Header) error {
 	want.Digest = digest.FromBytes(data)
 	said := digest.Digest(h.Get("Docker-Content-Digest"))

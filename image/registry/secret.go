@@ -7,7 +7,7 @@ import (
 
 const redacted = "REDACTED"
 
-// Secret is a password or token. Printed, logged or marshaled it shows as REDACTED. [Secret.Reveal]
+// Secret is a password or token. It is printed, logged and marshaled as REDACTED. [Secret.Reveal]
 // is the only access to its value.
 type Secret string
 

@@ -10,7 +10,7 @@ import (
 
 // Names of SOCI's format, version 2. An annotation of the image's manifest has the digest of the
 // SOCI index, so the digest of the image covers it. Version 1 finds its index by the referrers of
-// an image, which nothing covers: see docs/adr/025-lazy-layers.md.
+// an image, and no digest covers them: see docs/adr/025-lazy-layers.md.
 const (
 	sociIndexType       = "application/vnd.amazon.soci.index.v2+json"
 	sociIndexAnnotation = "com.amazon.soci.index-digest"
@@ -28,8 +28,8 @@ func sociIndexOf(m ocispec.Manifest) digest.Digest {
 }
 
 // Ztocs fetches a SOCI index (SOCIIndex of [Image]) and returns the descriptors of its tables of
-// contents, by the digest of the layer's blob. Errors: FailedPrecondition if it is none, and those
-// of [Repository.Resolve].
+// contents, by the digest of the layer's blob. The error is FailedPrecondition if the document is
+// no SOCI index, or one of [Repository.Resolve].
 func (r *Repository) Ztocs(ctx context.Context, sociIndex digest.Digest) (ztocs map[digest.Digest]ocispec.Descriptor,
 	err error) {
 	err = r.askAll(ctx, capPull, func(e *endpoint) error {

@@ -113,8 +113,8 @@ func (s *tokenServer) do(r *http.Request) (*http.Response, error) {
 	return s.client.Do(r)
 }
 
-// readToken reads the answer of a token server. Its other fields are of no use: a token counts
-// until the registry refuses it.
+// readToken reads the answer of a token server. Its other fields are not used, because a token
+// counts until the registry refuses it.
 func readToken(ctx context.Context, resp *http.Response) (Secret, error) {
 	data, err := readLimited(resp.Body, maxTokenBytes)
 	if err != nil {
@@ -192,8 +192,8 @@ var (
 )
 
 // checkTokenRedirect is checkRedirect for a token server. No other host gets the credentials.
-// net/http would send the password to subdomains and other ports, and the body, which has the
-// identity token, to any host.
+// net/http would send the password to subdomains and other ports. It would send the body, which has
+// the identity token, to any host.
 func checkTokenRedirect(mayBePlain bool) func(*http.Request, []*http.Request) error {
 	return func(r *http.Request, via []*http.Request) error {
 		if r.URL.Scheme != "https" && !(r.URL.Scheme == "http" && mayBePlain) {

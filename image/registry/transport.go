@@ -56,7 +56,7 @@ func newConnections(h *hostConfig, dirs []string, headerTimeout time.Duration) (
 		dialer.Timeout = h.DialTimeout
 	}
 	tokens := own.Clone()
-	if h.lenient { // nobody has configured that passwords go to unknown hosts
+	if h.lenient { // no configuration allows that passwords go to unknown hosts
 		tokens.InsecureSkipVerify = false
 	}
 	guard := newRedirectGuard(h.Host, h.RedirectTo)
@@ -97,8 +97,8 @@ func (c *connections) RoundTrip(r *http.Request) (*http.Response, error) {
 	return c.roundTripTo(c.others, r, false)
 }
 
-// roundTripTo sends a request to another host: with the TLS options of the host's folder, else by
-// the given connections.
+// roundTripTo sends a request to another host. It uses the TLS options in the host's folder. If
+// there is none, it uses the given connections.
 func (c *connections) roundTripTo(usual *otherHosts, r *http.Request, isForeign bool) (*http.Response, error) {
 	pool, err := c.configuredFor(hostPurpose{strings.ToLower(r.URL.Host), isForeign})
 	if err != nil {
@@ -154,7 +154,7 @@ func (c *connections) closeIdle() {
 }
 
 // tokenConnections sends requests to a token server with the TLS options of the registry that names
-// it, as containerd does: the registry decides who gets its users' passwords. The targets of its
+// it, as containerd does. The registry decides who gets its users' passwords. The targets of its
 // redirects are other hosts.
 type tokenConnections struct {
 	server   string // host of the realm
@@ -169,8 +169,8 @@ func (t tokenConnections) RoundTrip(r *http.Request) (*http.Response, error) {
 	return t.wires.roundTripTo(t.wires.tokens, r, false)
 }
 
-// plainFallback uses https until a host answers it in plain HTTP, then http. It is for hosts on
-// loopback and http hosts with TLS options.
+// plainFallback uses https until a host answers in plain HTTP, and then uses http. It is for hosts
+// on loopback and http hosts with TLS options.
 type plainFallback struct {
 	inner http.RoundTripper
 	host  string
@@ -207,13 +207,13 @@ func speaksPlain(err error, host string) bool {
 		strings.Contains(err.Error(), "TLS handshake timeout") {
 		return true
 	}
-	var op *net.OpError // without a port, http uses another port, which may be open
+	var op *net.OpError // if the URL has no port, http uses another port, which may be open
 	return portOf(host) == "" && errors.As(err, &op) && op.Op == "dial"
 }
 
 // originOnly adds configured headers and the Authorization to requests to one host. net/http would
 // forward headers to the target of a redirect, and the Authorization to subdomains and other ports.
-// Requests after a redirect never have them here.
+// A request after a redirect never has these headers.
 type originOnly struct {
 	inner   http.RoundTripper
 	scheme  string
@@ -251,8 +251,8 @@ func (o *originOnly) owns(u *url.URL) bool {
 // errRedirects is wrapped by the error of too many redirects.
 var errRedirects = errors.New("redirects")
 
-// checkRedirect limits redirects and removes the Referer: the address of a blob may contain a
-// token.
+// checkRedirect limits redirects and removes the Referer: because the address of a blob may contain
+// a token.
 func checkRedirect(r *http.Request, via []*http.Request) error {
 	if len(via) >= maxRedirects {
 		return fmt.Errorf("more than %d %w: %s", maxRedirects, errRedirects, namesOf(via))

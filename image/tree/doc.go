@@ -1,4 +1,5 @@
-// Package tree is the tree of an image's files without their content: the input of an EROFS image.
+// Package tree has the tree of an image's files, without their content. An EROFS image is made from
+// it.
 //
 // # Contract
 //
@@ -6,9 +7,9 @@
 // file beside it. A layer may have compromised that process, so Decode trusts nothing. It returns a
 // tree with names, numbers and sizes that a filesystem can have, within a Limit, and with files
 // that lie in the data file. A Merger stacks the trees of layers as overlayfs would show them. It
-// resolves what a layer says about those below it: whiteouts, opaque directories, hard links and
-// unlisted directories.
+// resolves everything in a layer that depends on the layers below: whiteouts, opaque directories,
+// hard links and unlisted directories.
 //
-// The format is a header and the nodes, depth first, each directory's sorted by name (Encode). A
-// tree has exactly one encoding.
+// The format is a header and the nodes, depth first. The nodes of a directory are sorted by name
+// (Encode). A tree has exactly one encoding.
 package tree

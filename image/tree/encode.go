@@ -15,7 +15,7 @@ import (
 // header begins every tree; the number is the version of the form.
 const header = "berth tree 1\n"
 
-// Kinds of nodes: the first byte of each. See writer.node for the rest.
+// Kinds of nodes. The kind is the first byte of a node. See writer.node for the rest.
 const (
 	kindDir      = 'd'
 	kindFile     = 'f'
@@ -50,10 +50,10 @@ const (
 	// MaxXattrs limits the extended attributes of a file. With MaxXattrBytes it limits their size
 	// in EROFS.
 	MaxXattrs = 1 << 12
-	// MaxXattrValue is one less than Linux takes: EROFS has two bytes for the length.
+	// MaxXattrValue is one less than Linux allows, because EROFS stores the length in two bytes.
 	MaxXattrValue = 1<<16 - 1
-	// MaxXattrBytes limits the names and values of a file's extended attributes, because EROFS has
-	// two bytes for their size in words.
+	// MaxXattrBytes limits the names and values of a file's extended attributes, because EROFS
+	// stores their size, in words of four bytes, in two bytes.
 	MaxXattrBytes = 192 << 10
 )
 
@@ -64,14 +64,14 @@ type Limit struct {
 	Blocks int64 // of the data file
 }
 
-// Memory of nodes, without their strings, from Decode to the finished image, which takes about as
-// much again (image/erofs: TestMemoryOfMerges). unpack.Pack counts in the same way, so that it
-// makes no tree that is too large for Decode.
+// Memory of nodes, without their strings, from Decode to the finished image. Writing the image
+// takes about as much again (image/erofs: TestMemoryOfMerges). unpack.Pack counts in the same way,
+// so that it makes no tree that is too large for Decode.
 const (
 	NodeMemory  = 448 // with its place in its directory
 	DirMemory   = 384 // of a directory besides
 	XattrMemory = 64
-	// roomy is the longest string whose allocation NodeMemory includes. For a longer one the
+	// roomy is the longest string whose allocation NodeMemory includes. For a longer string the
 	// allocator may waste a quarter.
 	roomy = 64
 )
@@ -101,7 +101,7 @@ func (w *writer) text(s string) {
 	_, _ = w.WriteString(s)
 }
 
-// node writes one node; its name, if it has one, was written before.
+// node writes one node. The caller has written the node's name, if it has a name.
 func (w *writer) node(n *Node) {
 	if n.IsWhiteout() {
 		_ = w.WriteByte(kindWhiteout)
@@ -153,7 +153,7 @@ func (w *writer) directory(n *Node) {
 		w.text(name)
 		w.node(n.Children[name])
 	}
-	w.text("") // no name is empty: the end
+	w.text("") // an empty name marks the end of a directory
 }
 
 // ErrMalformed is wrapped by the errors for invalid trees.
@@ -370,8 +370,8 @@ func (r *reader) xattrs(n *Node) error {
 		if x.Name <= last {
 			return malformed("the extended attribute %q after %q", x.Name, last)
 		}
-		// The kernel shows the attributes of an image unchecked. Accept only those that setxattr(2)
-		// would keep unchanged.
+		// The kernel does not check the attributes in an image. So only attributes that setxattr(2)
+		// would store unchanged are accepted.
 		if kept, ok, err := CheckXattr(n.Type(), x.Name, x.Value); err != nil || !ok || kept == nil || *kept != x.Value {
 			return malformed("the extended attribute %q of %d bytes on a file of type %#o", x.Name, len(x.Value), n.Type())
 		}

@@ -12,8 +12,8 @@ import (
 
 // Merger stacks the trees of layers. A Merger with only Pay set is empty.
 type Merger struct {
-	// Pay is called for each step from directory to directory on the path of a hard link, and for
-	// work that takes as long. An error ends the merge.
+	// Pay is called for each directory on the path of a hard link, and for other work of the same
+	// cost. An error ends the merge.
 	Pay  func(steps int) error
 	root *Node
 }
@@ -22,8 +22,9 @@ type Merger struct {
 // is nil before the first Add.
 func (m *Merger) Root() *Node { return m.root }
 
-// Add puts a layer on those added before and takes over its nodes. A hard link without target in
-// any layer is ENOENT, one to a directory EISDIR, one through too many symlinks ELOOP.
+// Add puts a layer on those added before and takes over its nodes. For a hard link the error is
+// ENOENT if no layer has the target, EISDIR if the target is a directory, and ELOOP after too many
+// symlinks.
 func (m *Merger) Add(layer *Node) error {
 	links := findLinks(layer)
 	if err := m.resolveLinks(links, true); err != nil {
@@ -49,8 +50,8 @@ func (m *Merger) Add(layer *Node) error {
 	return nil
 }
 
-// settle converts a directory of a layer, with nothing below it, to one of the merged tree. It does
-// so in place, because a copy would take memory.
+// settle converts a directory of a layer to a directory of the merged tree, if no layer below has
+// it. It does so in place, because a copy would take memory.
 func settle(dir *Node) {
 	dir.Opaque, dir.Implied = false, false
 	for name, n := range dir.Children {
@@ -63,7 +64,7 @@ func settle(dir *Node) {
 	}
 }
 
-// put puts a directory of a layer on one of the merged tree.
+// put merges a directory of a layer into the same directory of the merged tree.
 func put(base, top *Node) {
 	if !top.Implied {
 		base.copyAttributes(top)
@@ -77,7 +78,7 @@ func put(base, top *Node) {
 		case n.IsDir() && below != nil && below.IsDir() && !n.Opaque:
 			put(below, n)
 		case n.IsDir():
-			if n.Implied && below != nil && below.IsDir() { // opaque: hides the content of the one below but not its attributes
+			if n.Implied && below != nil && below.IsDir() { // an opaque directory hides the content of the directory below, but not its attributes
 				n.copyAttributes(below)
 			}
 			settle(n)
@@ -93,7 +94,8 @@ func (n *Node) copyAttributes(other *Node) {
 	n.Mode, n.UID, n.GID, n.Sec, n.Nsec, n.Xattrs = other.Mode, other.UID, other.GID, other.Sec, other.Nsec, other.Xattrs
 }
 
-// where is a directory of a layer. Links store it instead of a path, which may have four kilobytes.
+// where is a directory of a layer. Links store a where instead of a path, which may take four
+// kilobytes.
 type where struct {
 	parent *where // nil: the root
 	name   string
@@ -107,8 +109,8 @@ func (w *where) path() string {
 	return w.parent.path() + w.name + "/"
 }
 
-// in returns the directory's node in the merged tree. It looks each directory up once, however many
-// links are in it.
+// in returns the directory's node in the merged tree. It looks up each directory only once, even if
+// it has many links.
 func (w *where) in(root *Node) *Node {
 	switch {
 	case w.node != nil:
@@ -138,7 +140,7 @@ func clip(name string) string { return name[:min(len(name), 256)] }
 func findLinks(layer *Node) (links []*link) {
 	var walk func(n *Node, dir *where)
 	walk = func(n *Node, dir *where) {
-		var names []string // only of directories and links: most children are files
+		var names []string // only of directories and links, because most children are files
 		for name, child := range n.Children {
 			if child.IsLink() || child.IsDir() {
 				names = append(names, name)
@@ -157,9 +159,9 @@ func findLinks(layer *Node) (links []*link) {
 	return links
 }
 
-// resolveLinks finds the missing targets of links. With retry set, a target that is not found is no
-// error: the caller looks it up again after it adds the layer. The path may lead through a symlink
-// of the layer, or the tar may list the link before the target.
+// resolveLinks finds the missing targets of links. If retry is set, a missing target is no error.
+// The caller looks it up again after it has added the layer. The path may lead through a symlink of
+// the layer, or the tar may list the link before the target.
 func (m *Merger) resolveLinks(links []*link, retry bool) error {
 	for _, l := range links {
 		if l.file != nil {
@@ -181,14 +183,14 @@ func (m *Merger) resolveLinks(links []*link, retry bool) error {
 	return nil
 }
 
-// isPath reports whether an error is about the path, and not from Pay.
+// isPath reports whether an error concerns the path, and is not an error of Pay.
 func isPath(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP)
 }
 
 const (
 	maxSymlinks  = 40 // the kernel's own limit in one resolution (MAXSYMLINKS)
-	namesPerStep = 16 // names of a path that are copied in the time of a step
+	namesPerStep = 16 // number of path names that can be copied in the time of a step
 )
 
 // resolve finds a path as a process with this root would. It follows symlinks, but not one at the
@@ -231,7 +233,7 @@ func (m *Merger) resolve(p string) (*Node, error) {
 			trail = trail[:1]
 		}
 		rest = slices.Concat(strings.Split(next.Target, "/"), rest)
-		if err := m.Pay(len(rest) / namesPerStep); err != nil { // whether they are walked or not
+		if err := m.Pay(len(rest) / namesPerStep); err != nil { // paid for all names, even if they are not walked
 			return nil, err
 		}
 	}

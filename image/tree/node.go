@@ -26,7 +26,7 @@ type Node struct {
 
 	Children map[string]*Node // of a directory
 	Opaque   bool             // hides the content of the layers below
-	Implied  bool             // the layer does not list it: it has the attributes of the one below, if there is one
+	Implied  bool             // the layer does not list it, so it has the attributes of the directory below, if any
 }
 
 // Xattr is an extended attribute.
@@ -35,8 +35,8 @@ type Xattr struct{ Name, Value string }
 // Data is the place of a regular file's content: a range of whole blocks in a data file.
 type Data struct {
 	Size   int64
-	Device int    // which data file; Decode's argument
-	Block  uint32 // the first one
+	Device int    // number of the data file, the argument of Decode
+	Block  uint32 // the first block
 	// Holes, if not empty, has a bit for each chunk of 1<<ChunkBits blocks, starting with the
 	// lowest bit of the first byte. A set bit means that the chunk is all zeros.
 	Holes     []byte

@@ -18,8 +18,8 @@ const (
 	maxLinuxXattr = 64 << 10 // XATTR_SIZE_MAX (linux/limits.h)
 )
 
-// knownXattr reports whether a tree may have the attribute: an image may set it (unpack.KeepXattr),
-// and EROFS can store it. overlayfs' own attributes are excluded.
+// knownXattr reports whether a tree may have the attribute. An image must be allowed to set it
+// (unpack.KeepXattr), and EROFS must be able to store it. overlayfs' own attributes are excluded.
 func knownXattr(name string) bool {
 	user, ok := strings.CutPrefix(name, "user.")
 	switch {
@@ -32,8 +32,8 @@ func knownXattr(name string) bool {
 }
 
 // CheckXattr applies Linux's rules for setting an attribute on a file of a type (the S_IFMT bits of
-// mode). Linux rejects it, does not support it (ok is false), keeps a value, or keeps none. A kept
-// value may be longer than MaxXattrValue.
+// mode). Linux may reject the attribute (an error), not support it (ok is false), or keep a value,
+// which may be empty. A kept value may be longer than MaxXattrValue.
 func CheckXattr(mode uint32, name, value string) (kept *string, ok bool, err error) {
 	switch {
 	case len(name) > unix.NAME_MAX:
@@ -52,8 +52,8 @@ func CheckXattr(mode uint32, name, value string) (kept *string, ok bool, err err
 	return &value, true, nil
 }
 
-// checkCapability rejects the same values as cap_convert_nscap: all but versions 2 and 3 of struct
-// vfs_cap_data.
+// checkCapability rejects the same values as cap_convert_nscap: everything except versions 2 and 3
+// of struct vfs_cap_data.
 func checkCapability(value string) error {
 	const (
 		size2, revision2 = 20, 0x02000000
@@ -99,7 +99,8 @@ func aclEntries(value string) (list []aclEntry) {
 	return list
 }
 
-// checkACL is CheckXattr for ACLs: posix_acl_from_xattr, posix_acl_valid and posix_acl_equiv_mode.
+// checkACL is CheckXattr for ACLs. It does what posix_acl_from_xattr, posix_acl_valid and
+// posix_acl_equiv_mode of Linux do.
 func checkACL(mode uint32, name, value string) (kept *string, ok bool, err error) {
 	switch {
 	case mode == unix.S_IFLNK:
@@ -127,7 +128,7 @@ func checkACL(mode uint32, name, value string) (kept *string, ok bool, err error
 	return &value, true, nil
 }
 
-// validACL checks the order of the entries, and reports whether they say more than a mode does.
+// validACL checks the order of the entries, and reports whether they contain more than a mode.
 func validACL(list []aclEntry) (more bool, err error) {
 	next, needsMask := uint16(aclUserObj), false
 	for _, e := range list {

@@ -21,7 +21,7 @@ import (
 	"berth/image/registry"
 )
 
-// registriesFile is a file as in containers-registries.d(5).
+// registriesFile is a file in the format of containers-registries.d(5).
 type registriesFile struct {
 	DefaultDocker *registryEntry           `json:"default-docker"`
 	Docker        map[string]registryEntry `json:"docker"`
@@ -46,7 +46,7 @@ const (
 )
 
 // lookaside returns the OpenPGP signatures of a document from the store that RegistriesDir names
-// for the image. Without a store there are none.
+// for the image. If there is no store, it returns none.
 func (c Config) lookaside(ctx context.Context, ref registry.Reference, d digest.Digest) (list [][]byte, err error) {
 	store, err := c.lookasideURL(ref)
 	if err != nil || store == "" {
@@ -72,7 +72,7 @@ func (c Config) lookaside(ctx context.Context, ref registry.Reference, d digest.
 	return list, nil
 }
 
-// lookasideURL returns the store for an image: the one with the most specific scope.
+// lookasideURL returns the store with the most specific scope for an image.
 func (c Config) lookasideURL(ref registry.Reference) (string, error) {
 	if c.RegistriesDir == "" {
 		return "", nil

@@ -28,7 +28,7 @@ const stdinMediaType = ocispec.MediaTypeDescriptor
 const maxPluginOutput = 16 << 10
 
 // runPlugins runs the verifier plugins in the order of their names. All must accept the image. The
-// protocol is containerd's (docs/image-verification.md): the plugin gets the image's name and
+// protocol is containerd's (docs/image-verification.md). The plugin gets the image's name and
 // digest as arguments and its descriptor on standard input. It accepts the image with exit status
 // 0, and writes the reason to standard output.
 func (c Config) runPlugins(ctx context.Context, ref registry.Reference, top registry.Document) error {

@@ -19,7 +19,7 @@ import (
 	"berth/image/trust/worker"
 )
 
-// policy is a policy.json. Package worker checks the requirements themselves.
+// policy is a policy.json. Package worker checks the requirements.
 type policy struct {
 	Default    []requirement                       `json:"default"`
 	Transports map[string]map[string][]requirement `json:"transports"` // transport → scope → requirements
@@ -70,7 +70,7 @@ func (c Config) readPolicy(namespace string) (*policy, error) {
 	return p, nil
 }
 
-// parsePolicy parses a policy.json strictly: a misspelled key must not weaken the policy.
+// parsePolicy parses a policy.json strictly, because a misspelled key must not weaken the policy.
 func parsePolicy(data []byte) (*policy, error) {
 	p := new(policy)
 	d := json.NewDecoder(bytes.NewReader(data))
@@ -113,7 +113,7 @@ func (p *policy) requirements(ref registry.Reference) ([]requirement, error) {
 	return p.Default, nil
 }
 
-// all reports whether all requirements have a type; has reports whether one has.
+// all reports whether all requirements have a type. has reports whether at least one has the type.
 func all(list []requirement, kind string) bool {
 	for _, r := range list {
 		if r["type"] != kind {
@@ -153,8 +153,8 @@ func asAny(list []requirement) (values []any) {
 	return values
 }
 
-// withKeys returns a copy of a JSON value in which each key ending in Path or Paths names the copy
-// of its file.
+// withKeys returns a copy of a JSON value. In the copy, each key that ends in Path or Paths names a
+// copy of the original file.
 func (f files) withKeys(value any) (any, error) {
 	switch v := value.(type) {
 	case map[string]any:

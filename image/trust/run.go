@@ -22,7 +22,7 @@ import (
 // verifyTimeout limits a run of berth-verify, which takes milliseconds.
 const verifyTimeout = time.Minute
 
-// run starts berth-verify with a directory of the given files and returns its verdict. An error
+// run starts berth-verify on a directory with the given files, and returns its verdict. An error
 // means that there is no verdict.
 func run(ctx context.Context, path string, content files) (worker.Verdict, error) {
 	tree, err := content.mount()
@@ -49,7 +49,7 @@ func run(ctx context.Context, path string, content files) (worker.Verdict, error
 	return worker.ParseVerdict(answer)
 }
 
-// mount writes the files to a new tmpfs that is mounted nowhere, and returns its root directory.
+// mount writes the files to a new tmpfs without a mount point, and returns its root directory.
 // Nothing remains of it when the daemon dies.
 func (f files) mount() (_ *os.File, err error) {
 	filesystem, err := unix.Fsopen("tmpfs", unix.FSOPEN_CLOEXEC)

@@ -1,17 +1,17 @@
-// Package trust decides whether a node may use an image: by a policy.json
-// (containers-policy.json(5)) and by verifier plugins in containerd's protocol.
+// Package trust decides whether a node may use an image. It applies a policy.json
+// (containers-policy.json(5)) and verifier plugins in containerd's protocol.
 //
 // # Contract
 //
 // The daemon selects the requirements for an image and collects documents, signatures and keys. The
 // program berth-verify checks them, in a confined process without network (package worker). Every
-// error rejects the image: an unreadable policy or key, a registry without an answer, a helper that
-// dies. Signatures may sign the manifest of the node's platform or the index that the image's name
-// leads to.
+// error rejects the image, for example an unreadable policy or key, a registry that does not
+// answer, or a helper that dies. Signatures may sign the manifest of the node's platform or the
+// index that the image's name leads to.
 //
-// Evidence is an image's documents and signatures. With it a policy can check the image again
-// without the registry. The image store keeps it with the image, because CreateContainer checks
-// images that were pulled under another policy.
+// Evidence is an image's documents and signatures. With the evidence a policy can check the image
+// again without the registry. The image store keeps it with the image, because CreateContainer
+// checks images that were pulled under another policy.
 //
 // Rejections are *RejectedError.
 package trust
@@ -92,8 +92,8 @@ func New(log *slog.Logger) *Verifier {
 	return &Verifier{log: log, accepted: map[[sha256.Size]byte]bool{}}
 }
 
-// Check returns an error unless a daemon can work with a configuration: the policy is valid and the
-// program exists.
+// Check returns an error unless a daemon can use a configuration. The policy must be valid, and the
+// program must exist.
 func (c Config) Check() error {
 	if c.Policy == "" && c.PolicyDir == "" {
 		return nil
@@ -115,7 +115,7 @@ func (c Config) program() string {
 }
 
 // Pull checks an image before its layers are fetched. namespace is the pod's, or "". It returns the
-// evidence to keep, nil if the policy needs none.
+// evidence to keep, or nil if the policy needs no evidence.
 func (v *Verifier) Pull(
 	ctx context.Context, c Config, namespace string, repo Repository, documents []registry.Document,
 ) (*Evidence, error) {
@@ -136,8 +136,8 @@ func (v *Verifier) Pull(
 	return evidence, c.runPlugins(ctx, ref, documents[0])
 }
 
-// Use checks an image of the node before a container uses it by one of its names. kept is nil
-// without evidence. Plugins do not run again.
+// Use checks an image of the node before a container uses it by one of its names. kept is nil if
+// there is no evidence. Plugins do not run again.
 func (v *Verifier) Use(ctx context.Context, c Config, namespace string, ref registry.Reference, kept *Evidence) error {
 	needed, err := c.needed(namespace, ref)
 	if err != nil || needed == nil {

@@ -24,9 +24,9 @@ const XattrRecord = "SCHILY.xattr."
 const ModeBits = 0o7777
 
 // fileAttributes sets the attributes of a regular file that was created with the permissions of its
-// entry and filled. The order matters: chown clears setuid, setgid and file capabilities; an ACL
-// changes the mode. It compares before it changes, because most files differ only in their times
-// and each change is a transaction of the filesystem.
+// entry and filled. The order matters, because chown clears setuid, setgid and file capabilities,
+// and an ACL changes the mode. fileAttributes compares before it changes an attribute, because most
+// files differ only in their times and each change is a transaction of the filesystem.
 func (u *unpacker) fileAttributes(f *os.File, hdr *tar.Header) error {
 	uid, gid, err := owner(hdr)
 	if err != nil {
@@ -46,7 +46,7 @@ func (u *unpacker) fileAttributes(f *os.File, hdr *tar.Header) error {
 	if err != nil {
 		return err
 	}
-	// The umask may have taken some of it, or the directory's default ACL.
+	// The umask or the directory's default ACL may have removed some permissions.
 	if mode := uint32(hdr.Mode & ModeBits); st.Mode&ModeBits != mode || len(hdr.PAXRecords) > 0 {
 		if err := unix.Fchmod(fd, mode); err != nil {
 			return fmt.Errorf("chmod: %w", err)
@@ -58,7 +58,8 @@ func (u *unpacker) fileAttributes(f *os.File, hdr *tar.Header) error {
 	return nil
 }
 
-// futimens sets the times of an open file: without a path utimensat(2) means the descriptor.
+// futimens sets the times of an open file. If the path is null, utimensat(2) changes the
+// descriptor's file.
 func futimens(fd int, times [2]unix.Timespec) error {
 	_, _, errno := unix.Syscall6(unix.SYS_UTIMENSAT, uintptr(fd), 0, uintptr(unsafe.Pointer(&times)), 0, 0, 0)
 	if errno != 0 {
@@ -67,7 +68,7 @@ func futimens(fd int, times [2]unix.Timespec) error {
 	return nil
 }
 
-// directoryAttributes does the same for a directory.
+// directoryAttributes is fileAttributes for a directory.
 func (u *unpacker) directoryAttributes(dir *safefs.Dir, hdr *tar.Header) error {
 	uid, gid, err := owner(hdr)
 	if err != nil {
@@ -83,8 +84,8 @@ func (u *unpacker) directoryAttributes(dir *safefs.Dir, hdr *tar.Header) error {
 	return dir.Chmod(uint32(hdr.Mode & ModeBits))
 }
 
-// nodeAttributes does the same for a symlink or a device, which cannot be opened.
-// A symlink has no mode.
+// nodeAttributes is fileAttributes for a symlink or a device, which cannot be opened. A symlink has
+// no mode.
 func (u *unpacker) nodeAttributes(at filePlace, hdr *tar.Header, mode bool) error {
 	uid, gid, err := owner(hdr)
 	if err != nil {
@@ -100,8 +101,8 @@ func (u *unpacker) nodeAttributes(at filePlace, hdr *tar.Header, mode bool) erro
 	return at.dir.ChmodNode(at.name, uint32(hdr.Mode&ModeBits))
 }
 
-// owner returns the entry's owner. 2^32-1 means "no change" to chown(2): the
-// file would stay root's. A larger number would lose its upper half.
+// owner returns the entry's owner. chown(2) takes 2^32-1 as "no change", so the file would still
+// belong to root. A larger number would lose its upper half.
 func owner(hdr *tar.Header) (uid, gid uint32, err error) {
 	for _, id := range []int{hdr.Uid, hdr.Gid} {
 		if id < 0 || id >= math.MaxUint32 {
@@ -111,9 +112,9 @@ func owner(hdr *tar.Header) (uid, gid uint32, err error) {
 	return uint32(hdr.Uid), uint32(hdr.Gid), nil
 }
 
-// maxXattrNames limits the names of a file's extended attributes together, each with a zero byte:
-// XATTR_LIST_MAX (linux/limits.h). With more, the list cannot be read and overlayfs cannot copy the
-// file.
+// maxXattrNames limits the total length of the names of a file's extended attributes, each with a
+// zero byte. It is XATTR_LIST_MAX (linux/limits.h). If the names are longer, the list cannot be
+// read, and overlayfs cannot copy the file.
 const maxXattrNames = 64 << 10
 
 // keptXattrs are the extended attributes of an entry that an image may set, sorted by name.

@@ -7,12 +7,12 @@ import (
 )
 
 // maxOpenDirs is how many directories one layer keeps open while it is
-// unpacked. Tars list a directory's entries together, so few are enough.
+// unpacked. Tars list a directory's entries together, so a few directories are enough.
 const maxOpenDirs = 32
 
-// dirCache keeps directories open by path, to resolve fewer paths. That is safe while no directory
+// dirCache keeps directories open by path, to resolve fewer paths. This is safe while no directory
 // or symlink on a path is replaced. Nothing else writes to the tree, and the unpacker clears the
-// cache when it removes one. New entries cannot change a resolved path.
+// cache when it removes a directory or symlink. New entries cannot change a resolved path.
 //
 // A directory that leaves the cache stays open until reap, because the current entry may use it.
 type dirCache struct {
@@ -63,7 +63,7 @@ func (c *dirCache) retire(e *list.Element) {
 // reap closes the directories that have left the cache.
 func (c *dirCache) reap() {
 	for _, d := range c.retired {
-		d.Close() // O_PATH: there is nothing to lose
+		d.Close() // opened with O_PATH, so Close cannot lose data
 	}
 	c.retired = c.retired[:0]
 }

@@ -13,12 +13,12 @@ import (
 	"berth/image/unpack/inflate"
 )
 
-// Code is a gRPC code: one of package codes, which would bring net and JSON into
-// berth-unpack, as errdefs would bring protobuf.
+// Code is a gRPC code. Package codes would bring net and JSON into berth-unpack, and errdefs would
+// bring protobuf.
 type Code uint32
 
-// Codes that errors of this package have. A layer that exceeds its limits is FailedPrecondition,
-// and not ResourceExhausted: the same call cannot succeed later.
+// Codes that errors of this package have. A layer that exceeds its limits is FailedPrecondition and
+// not ResourceExhausted, because the same call cannot succeed later.
 const (
 	OK                 Code = 0
 	Canceled           Code = 1
@@ -27,11 +27,11 @@ const (
 	DeadlineExceeded   Code = 4
 	ResourceExhausted  Code = 8
 	FailedPrecondition Code = 9
-	OutOfRange         Code = 11 // of Pack: Layer may take the tar
+	OutOfRange         Code = 11 // only from Pack; Layer may accept the tar
 	Internal           Code = 13
 	DataLoss           Code = 15
 
-	// These are not gRPC's: see Status.
+	// The following codes are not gRPC codes, see Status.
 	MoreWindow Code = 100 // Limits.Window is too little
 	MoreMemory Code = 101 // Limits.Memory is too little
 	NoSpace    Code = 102 // the disk is full
@@ -70,9 +70,9 @@ func exceeds(format string, args ...any) error {
 	return &Error{FailedPrecondition, fmt.Errorf(format, args...)}
 }
 
-// CodeOf returns the code of an *Error, DataLoss for an *inflate.CorruptError, FailedPrecondition
-// for an *inflate.UnsupportedError, the codes for errors of the filesystem and of contexts, else
-// Unknown.
+// CodeOf returns the code of an *Error, DataLoss for an *inflate.CorruptError, and
+// FailedPrecondition for an *inflate.UnsupportedError. Errors of the filesystem and of contexts
+// have codes, too. For other errors it returns Unknown.
 func CodeOf(err error) Code {
 	var e *Error
 	var corrupt *inflate.CorruptError
@@ -100,7 +100,7 @@ func CodeOf(err error) Code {
 	return Unknown
 }
 
-// blame adds the code InvalidArgument to an error that the tar caused.
+// blame adds the code InvalidArgument to an error if the tar has caused it.
 func blame(err error) error {
 	if CodeOf(err) == Unknown && IsTarsFault(err) {
 		return &Error{InvalidArgument, err}
@@ -108,8 +108,8 @@ func blame(err error) error {
 	return err
 }
 
-// IsTarsFault reports whether the tar caused an error: it is not a tar, or a name or a combination
-// of entries is invalid.
+// IsTarsFault reports whether the tar has caused an error. The input may be no tar, or a name or a
+// combination of entries may be invalid.
 func IsTarsFault(err error) bool {
 	for _, fault := range []error{
 		unix.ENAMETOOLONG, unix.ELOOP, unix.ENOTDIR, unix.EISDIR, unix.EINVAL, unix.EMLINK, unix.ERANGE, unix.E2BIG, unix.EFBIG, unix.EILSEQ,

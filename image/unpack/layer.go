@@ -20,11 +20,11 @@ import (
 	"berth/internal/safefs"
 )
 
-// Limits limit a layer, against tars made to fill disk or memory. A zero field means the value of
-// DefaultLimits.
+// Limits protect disk and memory against malicious tars. For a zero field, the value in
+// DefaultLimits counts.
 type Limits struct {
 	Tar     int64 // length of the tar, which bounds what its files take on disk
-	Bytes   int64 // length of all its files, with holes counted
+	Bytes   int64 // length of all its files, including holes
 	Entries int64 // entries of the tar
 	Memory  int64 // for a tree in memory (see Pack) or for kept names; a layer that needs more fails with MoreMemory
 	Window  int64 // of zstd; a layer that needs more fails with MoreWindow
@@ -71,21 +71,22 @@ type Job struct {
 	// blob can have no index. Only Pack uses it.
 	Points *os.File
 	Span   int64
-	// NoData makes Pack write no content of files. The data file gets its size alone. The result is
-	// that of a Pack with content, so it shows whether files made earlier are those of a tar.
+	// NoData makes Pack write no content of files. The data file gets its full size. The result is
+	// the same as with content, so it can be compared with that of an earlier Pack.
 	NoData bool
-	// Progress, if not nil, is called with each number of bytes of the tar that are read,
-	// and with 0 where something else takes time. Calls come from several goroutines.
+	// Progress, if not nil, is called with the number of bytes of the tar after each read, and with
+	// 0 during other long work. Calls come from several goroutines.
 	Progress func(n int)
 }
 
 // Stopper is a blob whose Read may wait for the network. Stop, called concurrently, makes Read
 // return an error soon. An unpacker that reads the blob in another goroutine calls Stop when it
-// needs no more.
+// needs no more bytes.
 type Stopper interface{ Stop() }
 
-// Aborter is a blob that is useless after its layer was rejected. (Other blobs are read on to
-// verify their digest.) Abort, called concurrently with Read, makes it return an error soon.
+// Aborter is a blob that is useless after its layer was rejected. (Other blobs are read to their
+// end, to verify their digest.) Abort, called concurrently with Read, makes it return an error
+// soon.
 type Aborter interface{ Abort() }
 
 // Result is the result of unpacking a blob.
@@ -95,8 +96,8 @@ type Result struct {
 	Contents
 }
 
-// Within returns an error if the result exceeds the limits. Unpacking enforces them, so such a
-// result is false.
+// Within returns an error if the result exceeds the limits. Unpacking enforces the limits, so a
+// result that exceeds them is false.
 func (r *Result) Within(l Limits) error {
 	l = l.WithDefaults()
 	inodes := uint64(l.Entries) + maxNames/perEntry + 1 // directories without an entry are kept in memory, which limits their number
@@ -118,12 +119,12 @@ type Usage = diskusage.Usage
 // Contents describes the content of a layer.
 type Contents struct {
 	Summary
-	// Links are hard links whose target is not in the layer.
+	// Links are hard links whose targets are not in the layer.
 	Links []Link
-	// Implied are directories that contain entries but that the tar does not list. They have the
-	// attributes of the layers below if they exist there.
+	// Implied are directories that contain entries but that the tar does not list. If a layer below
+	// has such a directory, its attributes count.
 	Implied []Name
-	// Opaques are directories, except the root, that have yet to be marked opaque.
+	// Opaques are directories, except the root, that the caller must mark opaque.
 	Opaques []Name
 	// Unsupported counts extended attributes that the filesystem rejected.
 	Unsupported int
@@ -132,15 +133,15 @@ type Contents struct {
 // Summary is the part of Contents with a fixed size.
 type Summary struct {
 	Usage
-	// Opaque: the root has an opaque whiteout, which hides all layers below.
+	// Opaque is set if the root has an opaque whiteout, which hides all layers below.
 	Opaque bool `json:"opaque,omitempty"`
-	// Whiteouts counts the whiteouts. Without overlayfs they would show as devices.
+	// Whiteouts counts the whiteouts. If overlayfs does not hide them, they are visible as devices.
 	Whiteouts int `json:"whiteouts,omitempty"`
 	// Sum is the checksum of the tree.
 	Sum checksum.Sum `json:"sum,omitzero"`
 }
 
-// Link is a hard link that has yet to be created.
+// Link is a hard link that the caller must create.
 type Link struct {
 	Name   Name `json:"name"`
 	Target Name `json:"target"`
@@ -202,11 +203,11 @@ func (c *Contents) Check() error {
 }
 
 // Layer writes the layer whose tar is in blob, compressed or not, into tree, an empty directory
-// with mode 0755 that nothing else changes. It reads blob to its end; bytes after the archive count
-// for the digest. Another goroutine reads blob and has ended when Layer returns; its Read must
-// return when ctx is done. Layer aborts an Aborter when the layer has failed.
+// with mode 0755 that nothing else changes. It reads blob to its end, because bytes after the
+// archive count for the digest. Another goroutine reads blob, and has ended when Layer returns. A
+// Read must return when ctx is done. Layer aborts an Aborter when the layer has failed.
 //
-// Layer does not sync and does not mark the Opaques. After an error the content of tree is
+// Layer does not sync, and does not mark the Opaques. After an error the content of tree is
 // undefined.
 func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result, error) {
 	job.Points = nil
@@ -287,8 +288,8 @@ func endRecord(in *tarsplit.Recorder, record *os.File) error {
 	return record.Truncate(0)
 }
 
-// endPoints completes the points of a blob, or empties the file. A layer needs no points, so
-// whatever prevented them is no error.
+// endPoints completes the points of a blob, or empties the file. A layer does not need points, so
+// it is no error if they cannot be recorded.
 func endPoints(plain *inflate.Reader, points *os.File) error {
 	if points == nil || plain.EndPoints() == nil {
 		return nil

@@ -34,8 +34,8 @@ func (p *packer) setAttributes(n *tree.Node, hdr *tar.Header) (err error) {
 	return nil
 }
 
-// setXattrs sets the extended attributes of an entry that an image may set. Too many for a tree are
-// OutOfRange, because a filesystem may have room for them.
+// setXattrs sets the extended attributes of an entry that an image may set. If they are too many
+// for a tree, the error is OutOfRange, because a filesystem may have room for them.
 func (p *packer) setXattrs(n *tree.Node, hdr *tar.Header) error {
 	names, err := keptXattrs(hdr)
 	if err != nil {

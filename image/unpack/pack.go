@@ -22,7 +22,7 @@ import (
 
 // Pack is Layer without a filesystem. It appends the content of files to data and writes the tree
 // to out (tree.Encode), both empty files. It needs no other access. It keeps the tree in memory
-// until the end, at most Limits.Memory bytes; more is MoreMemory.
+// until the end. If the tree needs more than Limits.Memory bytes, the error is MoreMemory.
 //
 // The tree, and not Contents, records the properties that depend on the layers below. Usage is not
 // counted. A file with more or longer extended attributes than a tree may have is OutOfRange. Files
@@ -110,7 +110,7 @@ func (p *packer) hide(at spot) error {
 		return p.whiteout(at)
 	}
 	if n.IsDir() {
-		n.Implied, n.Opaque = false, true // the one below is gone, its attributes with it
+		n.Implied, n.Opaque = false, true // the directory below is hidden, with its attributes
 	}
 	return nil
 }
@@ -127,15 +127,15 @@ func (p *packer) add(at spot, n *tree.Node) error {
 		return err
 	}
 	if old := p.at(at); old != nil && (old.IsDir() || old.Type() == unix.S_IFLNK) {
-		p.last = found{} // it may have been found through that
+		p.last = found{} // the directory may have been found through the replaced node
 	}
-	at.dir.Children[strings.Clone(at.name)] = n // archive/tar's strings are parts of the whole header, of a megabyte at most
+	at.dir.Children[strings.Clone(at.name)] = n // the strings of archive/tar are parts of the whole header, which may have a megabyte
 	return nil
 }
 
 func textMemory[T string | []byte](text T) uint64 { return tree.TextMemory(uint64(len(text))) }
 
-// keep counts bytes that are in memory until the end, as tree.Decode will.
+// keep counts bytes that stay in memory until the end, in the same way as tree.Decode.
 func (p *packer) keep(n uint64) error {
 	if p.left -= int64(n); p.left < 0 {
 		return &Error{MoreMemory, fmt.Errorf("its tree takes more than the %d bytes of memory allowed", p.memory)}
@@ -173,7 +173,7 @@ func (p *packer) directory(at spot, hdr *tar.Header) error {
 		return p.describe(old, hdr)
 	}
 	n := tree.NewDir()
-	n.Opaque = p.at(at) != nil // a replaced whiteout hid the layers below
+	n.Opaque = p.at(at) != nil // the replaced whiteout hid the layers below
 	if err := p.add(at, n); err != nil {
 		return err
 	}
@@ -183,7 +183,7 @@ func (p *packer) directory(at spot, hdr *tar.Header) error {
 // listed implements sink.
 func (p *packer) listed(dir found, hdr *tar.Header) error { return p.describe(dir.Node, hdr) }
 
-// describe gives a directory what its entry says.
+// describe gives a directory the attributes in its entry.
 func (p *packer) describe(n *tree.Node, hdr *tar.Header) error {
 	n.Implied = false
 	return p.setAttributes(n, hdr)
@@ -216,7 +216,7 @@ func (p *packer) target(at spot) (mode uint32, below string, err error) {
 // link gives a file another name.
 func (p *packer) link(at, target spot) error {
 	if strings.HasPrefix(target.path(), at.path()+"/") {
-		return unix.ENOENT // it goes with the directory whose place the link takes
+		return unix.ENOENT // the link replaces the directory that contains the target
 	}
 	return p.add(at, p.at(target))
 }
@@ -243,7 +243,7 @@ func (p *packer) lookup(dir string) (found, error) { return p.walk(dir, false) }
 
 const (
 	maxLinks     = 40 // the kernel's own limit of symlinks in one resolution (MAXSYMLINKS)
-	namesPerStep = 16 // names of a path that are copied in the time of a step
+	namesPerStep = 16 // number of path names that can be copied in the time of a step
 )
 
 // walk follows a path as a process with the layer as its root would. With create set it creates
@@ -308,13 +308,13 @@ func (p *packer) enter(at spot, n *tree.Node, making bool) (*tree.Node, error) {
 	return made, p.add(at, made)
 }
 
-// dataBuffer is the size of one write to the data file.
+// dataBuffer is the size in bytes of one write to the data file.
 const dataBuffer = 256 << 10
 
 // dataFile is written sequentially, except for holes.
 type dataFile struct {
 	out *os.File
-	pos int64  // where buf goes: always a multiple of the block size after a file
+	pos int64  // offset of buf in the file; a multiple of the block size after each file
 	buf []byte // of dataBuffer at most
 
 	discard bool // nothing is written
@@ -323,7 +323,7 @@ type dataFile struct {
 // block returns the first block of the next file.
 func (d *dataFile) block() uint32 { return uint32((d.pos + int64(len(d.buf))) / tree.BlockSize) }
 
-// room fails where block addresses end: EROFS has four bytes for them.
+// room fails if block addresses do not suffice, because EROFS has four bytes for them.
 func (d *dataFile) room(size int64) error {
 	if (d.pos+int64(len(d.buf))+size)/tree.BlockSize >= 1<<32-2 {
 		return exceeds("its files take too many blocks")
@@ -353,7 +353,7 @@ func (d *dataFile) write(in io.Reader, hash io.Writer) (size int64, err error) {
 			return size, err
 		}
 	}
-	// The buffer is a whole number of blocks, so this fits.
+	// The buffer has a whole number of blocks, so the padding fits.
 	rest := int(-size & (tree.BlockSize - 1))
 	d.buf = append(d.buf, zeros[:rest]...)
 	return size, nil

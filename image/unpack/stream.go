@@ -9,7 +9,7 @@ import (
 
 const (
 	chunkSize = 256 << 10
-	chunks    = 4 // one read from, one being filled, two for the difference in pace
+	chunks    = 4 // one that is read, one that is filled, and two for differences in speed
 )
 
 // chunkPool holds the buffers of streams that have ended.
@@ -21,10 +21,10 @@ type stream struct {
 	full chan chunk
 	free chan *[chunkSize]byte
 	quit chan struct{}
-	cur  chunk  // the one being read from
+	cur  chunk  // the chunk that is being read
 	rest []byte // what of it is still to be read
 
-	// The goroutine's alone until done is closed.
+	// Only the goroutine uses these fields until done is closed.
 	src   io.Reader
 	ctx   context.Context
 	hash  hash.Hash
@@ -37,7 +37,7 @@ type stream struct {
 type chunk struct {
 	buf *[chunkSize]byte
 	n   int
-	err error // after n bytes; the last chunk's is never nil
+	err error // the error after n bytes; it is not nil in the last chunk
 }
 
 func newStream(ctx context.Context, src io.Reader, hash hash.Hash, limit int64, tell func(n int)) *stream {
@@ -60,7 +60,7 @@ func (s *stream) run() {
 		select {
 		case buf := <-s.free:
 			c := s.fill(buf)
-			s.full <- c // never waits: there is room for all of them
+			s.full <- c // never waits, because there is room for all chunks
 			if c.err != nil {
 				return
 			}
@@ -75,7 +75,7 @@ func (s *stream) fill(buf *[chunkSize]byte) chunk {
 		return chunk{buf, 0, context.Cause(s.ctx)}
 	}
 	n, err := 0, error(nil)
-	for n < len(buf) && err == nil { // not io.ReadFull, which makes one error of the source's two ends
+	for n < len(buf) && err == nil { // not io.ReadFull, which returns the same error for two different ends of the source
 		var m int
 		m, err = s.src.Read(buf[n:])
 		n += m

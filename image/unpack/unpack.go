@@ -21,8 +21,8 @@ import (
 )
 
 const (
-	// maxPath is the longest path in a layer (PATH_MAX less the zero). It bounds the
-	// depth of the tree too: symlinks cannot make it deeper.
+	// maxPath is the longest path in a layer (PATH_MAX less the zero). It bounds the depth of the
+	// tree, too, because symlinks cannot make the tree deeper.
 	maxPath = unix.PathMax - 1
 	// maxNames bounds the memory for names that are kept until the end of a layer.
 	maxNames = 64 << 20
@@ -33,15 +33,15 @@ const (
 	maxBlock = 1 << 20
 	// copySize is the size of one write.
 	copySize = 128 << 10
-	// freeSteps and stepsPerEntry limit resolving the directories of entries through symlinks and
-	// missing names. A path may contain forty symlinks of thousands of names. freeSteps takes about
+	// freeSteps and stepsPerEntry limit the work of resolving paths through symlinks and missing
+	// names. A path may contain forty symlinks of thousands of names. freeSteps steps take about
 	// two seconds.
 	freeSteps     = 1 << 18
 	stepsPerEntry = 64
 )
 
-// impliedTime is the mtime of directories that the tar does not list. It is not the current time,
-// because a layer should be the same on every machine.
+// impliedTime is the mtime of directories that the tar does not list. It is constant, because a
+// layer should be the same on every machine.
 var impliedTime = time.Unix(0, 0)
 
 var copyPool = sync.Pool{New: func() any { return new([copySize]byte) }}
@@ -60,7 +60,7 @@ type unpacker struct {
 	links   map[string]string    // hard links whose target is not in the layer
 	implied map[string]bool      // directories the tar has not listed so far
 	opaques map[string]bool      // directories that hide the layers below
-	times   map[string]time.Time // of directories: set last, filling them changes them
+	times   map[string]time.Time // of directories; set last, because adding entries changes them
 	within  map[string][]string  // paths in the maps above by directory; may be outdated
 	names   int                  // bytes left for the keys and targets above
 	steps   int                  // left for walks
@@ -69,7 +69,7 @@ type unpacker struct {
 	sum         checksum.Sum
 	whiteouts   int
 	opaque      bool   // the root
-	recount     bool   // something was removed: finish computes usage, sum and whiteouts from the tree
+	recount     bool   // something was removed, so finish computes usage, sum and whiteouts from the tree
 	gone        string // the whiteout that a new directory is about to replace
 	unsupported int    // extended attributes that the filesystem refused
 }
@@ -166,8 +166,8 @@ func (u *unpacker) directory(at filePlace, hdr *tar.Header) error {
 	return u.newDirectory(at, hdr, u.forgetLink(at.path()))
 }
 
-// directoryAgain handles a directory entry for an existing name. An existing directory stays;
-// anything else is replaced by an opaque directory.
+// directoryAgain handles a directory entry for an existing name. An existing directory stays. Any
+// other file is replaced by an opaque directory.
 func (u *unpacker) directoryAgain(at filePlace, hdr *tar.Header) error {
 	st, err := at.dir.Stat(at.name)
 	if err != nil {
@@ -199,7 +199,7 @@ func (u *unpacker) newDirectory(at filePlace, hdr *tar.Header, opaque bool) erro
 	return u.listed(dir, hdr)
 }
 
-// listed gives a directory what its entry says.
+// listed gives a directory the attributes in its entry.
 func (u *unpacker) listed(dir *safefs.Dir, hdr *tar.Header) error {
 	delete(u.implied, dir.Path())
 	if err := u.directoryAttributes(dir, hdr); err != nil {
@@ -235,7 +235,8 @@ func (u *unpacker) whiteout(at filePlace) error {
 	return u.replacing(at, func() error { return u.makeWhiteout(at) })
 }
 
-// target implements sink. The target of a link that Join will resolve is that link's target.
+// target implements sink. If the target is itself a link that Join will resolve, the new link gets
+// that link's target.
 func (u *unpacker) target(at filePlace) (mode uint32, below string, err error) {
 	if below, ok := u.links[at.path()]; ok {
 		return 0, below, nil
@@ -254,7 +255,7 @@ func (u *unpacker) link(at, target filePlace) error {
 		return err
 	}
 	if now, err := at.dir.Stat(at.name); err == nil && now.Ino == st.Ino {
-		return nil // it is there already, perhaps as its own target
+		return nil // the name exists already, perhaps as its own target
 	}
 	if err := u.replacing(at, func() error { return at.dir.Link(target.dir, target.name, at.name) }); err != nil {
 		return err
@@ -263,7 +264,7 @@ func (u *unpacker) link(at, target filePlace) error {
 	return nil
 }
 
-// linkBelow records a link whose target is in a layer below: it remains for Join.
+// linkBelow records a link whose target is in a layer below. Join creates it later.
 func (u *unpacker) linkBelow(at filePlace, target string) error {
 	if st, err := at.dir.Stat(at.name); err == nil {
 		if err := u.clear(at, &st); err != nil {
@@ -297,12 +298,12 @@ func (u *unpacker) replacing(at filePlace, make func() error) error {
 // clear removes the file or tree at a place and the records about it.
 func (u *unpacker) clear(at filePlace, st *unix.Stat_t) error {
 	u.recount = true
-	u.record.Drop() // it may refer to the content of what is removed
+	u.record.Drop() // the record may refer to the removed content
 	if st.Mode&unix.S_IFMT == unix.S_IFDIR {
 		u.forgetBelow(at.path())
 	}
 	if st.Mode&unix.S_IFMT == unix.S_IFDIR || st.Mode&unix.S_IFMT == unix.S_IFLNK {
-		// Open directories may have been found through it.
+		// Open directories may have been found through the removed name.
 		u.parents.clear()
 	}
 	return at.dir.RemoveAll(at.name)
@@ -318,7 +319,7 @@ func (u *unpacker) forgetLink(path string) bool {
 	return ok
 }
 
-// enter records that path, new in one of the maps, disappears with its directory.
+// enter records that a path, which was added to one of the maps, disappears with its directory.
 func (u *unpacker) enter(path string) {
 	dir, _ := safefs.Split(path)
 	u.within[dir] = append(u.within[dir], path)
@@ -355,7 +356,7 @@ func (u *unpacker) lookup(dir string) (*safefs.Dir, error) {
 		return d, nil
 	}
 	d, err := safefs.OpenDir(u.root, dir)
-	if errors.Is(err, unix.ELOOP) { // a symlink on the way: find out where it leads
+	if errors.Is(err, unix.ELOOP) { // a symlink on the path must be followed
 		d, err = safefs.Maker{Step: u.step}.ResolveDir(u.root, dir)
 	}
 	if err != nil {
@@ -396,8 +397,8 @@ func (u *unpacker) remember(n int) error {
 	return nil
 }
 
-// setTimes sets the times of all directories and adds the directories to the sum. Their attributes
-// are complete then.
+// setTimes sets the times of all directories. Then their attributes are complete, and it adds the
+// directories to the sum.
 func (u *unpacker) setTimes() error {
 	for name, t := range u.times {
 		u.tick()
@@ -461,7 +462,7 @@ func sortedNames(set map[string]bool) (list []Name) {
 	return list
 }
 
-// countTree counts a tree as count does while it is made.
+// countTree counts a complete tree in the same way as count.
 func countTree(root *os.File, block int64) (Usage, error) {
 	return diskusage.Nominal(context.Background(), root, block)
 }

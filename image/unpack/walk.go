@@ -15,35 +15,36 @@ import (
 	"berth/internal/safefs"
 )
 
-// sink creates the entries of a tar in one form of layers. D is its directory type. It gets one
-// entry after the other and may return an error for any.
+// sink creates the entries of a tar in a layer, as files or as a packed tree. D is the type of its
+// directories. It gets the entries one after the other, and may return an error for any entry.
 type sink[D directory] interface {
-	// next: the previous entry is complete.
+	// next is called when the previous entry is complete.
 	next()
 
 	// parent returns the directory at a path, through symlinks of the layer, and creates missing
-	// ones.
+	// directories.
 	parent(path string) (D, error)
-	// lookup finds it if it exists, else ENOENT or ENOTDIR.
+	// lookup returns the directory if it exists, otherwise ENOENT or ENOTDIR.
 	lookup(path string) (D, error)
-	// listed gives a directory what its entry says.
+	// listed gives a directory the attributes in its entry.
 	listed(dir D, hdr *tar.Header) error
 
-	// These replace what exists at the place, except that a directory stays a directory.
+	// The following methods replace an existing file at the place, except that a directory stays a
+	// directory.
 	directory(at place[D], hdr *tar.Header) error
 	file(at place[D], hdr *tar.Header, content io.Reader) error
 	special(at place[D], hdr *tar.Header, mode uint32, dev uint64) error // symlinks, devices, FIFOs
 	whiteout(at place[D]) error
 	link(at, target place[D]) error             // a hard link to something that is no directory
-	linkBelow(at place[D], target string) error // one to a file of a layer below
+	linkBelow(at place[D], target string) error // a hard link to a file of a layer below
 
 	// hide hides the entry of the layers below at a place, and hideAll all entries of a directory.
 	// Entries of this layer stay.
 	hide(at place[D]) error
 	hideAll(dir D) error
 
-	// target returns the target of a hard link. For a file in this layer it is the type (S_IFMT);
-	// for a file in a layer below it is the path.
+	// target returns the target of a hard link. For a file in this layer it returns the type
+	// (S_IFMT). For a file in a layer below it returns the path.
 	target(at place[D]) (mode uint32, below string, err error)
 
 	// finish returns the result when there are no more entries.
@@ -51,7 +52,7 @@ type sink[D directory] interface {
 	close()
 }
 
-// directory is in a layer; its path has no symlinks on the way.
+// directory is a directory in a layer. Its path contains no symlinks.
 type directory interface{ Path() string }
 
 // place is where an entry goes.
@@ -102,8 +103,8 @@ func quoted(name string) string {
 	return strconv.Quote(name)
 }
 
-// contentSize returns the size of a file with its holes, limited above max. Entries of other types
-// may claim a size and have none.
+// contentSize returns the size of a file with its holes, or a number above max if it is larger.
+// Entries of other types may claim a size and have none.
 func contentSize(hdr *tar.Header, max int64) int64 {
 	switch hdr.Typeflag {
 	case tar.TypeReg, tar.TypeCont, tar.TypeGNUSparse:
@@ -198,7 +199,8 @@ func (w walk[D]) symlink(at place[D], hdr *tar.Header) error {
 	return w.special(at, hdr, unix.S_IFLNK, 0)
 }
 
-// hardlink creates a hard link to a file of the layer, or records one to a file of a layer below.
+// hardlink creates a hard link to a file of the layer. It records a hard link to a file of a layer
+// below.
 func (w walk[D]) hardlink(at place[D], hdr *tar.Header) error {
 	target := safefs.Clean(hdr.Linkname)
 	if target == "" || len(target) > maxPath || strings.ContainsRune(target, 0) {
@@ -223,7 +225,7 @@ func (w walk[D]) hardlink(at place[D], hdr *tar.Header) error {
 	case below != "":
 		return w.linkBelow(at, below)
 	case mode == unix.S_IFDIR && to.path() == at.path():
-		return nil // as a link of the root to itself
+		return nil // this is like a link of the root to itself
 	case mode == unix.S_IFDIR:
 		return refuse("a hard link to the directory %q", hdr.Linkname)
 	}
@@ -232,7 +234,7 @@ func (w walk[D]) hardlink(at place[D], hdr *tar.Header) error {
 
 // node creates devices and FIFOs.
 func (w walk[D]) node(at place[D], hdr *tar.Header) error {
-	// MINORBITS is 20: the kernel would cut larger numbers.
+	// The kernel would cut larger numbers, because MINORBITS is 20.
 	if hdr.Devmajor < 0 || hdr.Devmajor > 0xfff || hdr.Devminor < 0 || hdr.Devminor > 0xfffff {
 		return refuse("device number %d:%d", hdr.Devmajor, hdr.Devminor)
 	}
@@ -263,8 +265,8 @@ func isSparse(hdr *tar.Header) bool {
 }
 
 // eachBlock calls write for the blocks of a file that are not all zero, because archive/tar expands
-// holes. A block has at most copySize bytes. It calls tick periodically: a hole takes time but no
-// bytes of the tar.
+// holes. A block has at most copySize bytes. It calls tick periodically, because a hole takes time
+// but no bytes of the tar.
 func eachBlock(in io.Reader, size int64, buf []byte, block int, tick func(),
 	write func(block []byte, offset int64) error) error {
 	for offset := int64(0); ; {

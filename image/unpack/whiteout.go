@@ -63,7 +63,7 @@ func MarkOpaque(tree *os.File, dirs []Name) error {
 // hideAll implements sink.
 func (u *unpacker) hideAll(dir *safefs.Dir) error {
 	if dir.Path() == "" {
-		u.opaque = true // Stack leaves the layers below out: overlayfs takes no such mark on a root
+		u.opaque = true // Stack leaves out the layers below, because overlayfs ignores such a mark on a root
 		return nil
 	}
 	return u.setOpaque(dir.Path())
@@ -83,7 +83,7 @@ func (u *unpacker) hide(at filePlace) error {
 	case st.Mode&unix.S_IFMT != unix.S_IFDIR:
 		return nil
 	}
-	delete(u.implied, at.path()) // the one below is gone, its attributes with it
+	delete(u.implied, at.path()) // the directory below is hidden, with its attributes
 	return u.setOpaque(at.path())
 }
 
@@ -99,7 +99,7 @@ func (u *unpacker) makeWhiteout(at filePlace) error {
 }
 
 // blocked is called if another file is in the place of an implied directory. The directory replaces
-// a whiteout and is opaque, because the whiteout hid the same files.
+// a whiteout and becomes opaque, because the whiteout hid the same files.
 func (u *unpacker) blocked(dir *safefs.Dir, name string, st *unix.Stat_t) error {
 	if !IsWhiteout(st) {
 		return unix.ENOTDIR

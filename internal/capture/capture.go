@@ -3,9 +3,9 @@
 // # Contract
 //
 // It keeps the output that the program wrote before its exit, up to a limit, even if this process
-// is busy. A child that inherited the output does not delay the end. os/exec's pipes cannot do
-// both: after WaitDelay they are closed, even if their content was not read (seen at a load of 28
-// on two CPUs with a delay of 500 ms).
+// is busy. A child that has inherited the output does not delay the end. os/exec's pipes cannot do
+// both. After WaitDelay they are closed, even if their content was not read. This happened at a
+// load of 28 on two CPUs, with a delay of 500 ms.
 package capture
 
 import (
@@ -63,7 +63,7 @@ func (o *Output) follow() {
 	}
 }
 
-// maxLeft limits how much End reads, in bytes: the size of the largest pipe. A surviving child
+// maxLeft limits how many bytes End reads. It is the size of the largest pipe. A surviving child
 // could write forever.
 const maxLeft = 1 << 20
 

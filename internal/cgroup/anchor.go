@@ -15,9 +15,9 @@ import (
 // move of any process is faster.
 //
 // To move a process into a cgroup the kernel takes a lock (cgroup_threadgroup_rwsem). Taking it
-// waits for an RCU grace period (5 to 15 ms), unless it was taken within the last one. The mount
-// option favordynmods (Linux 6.0) changes that for the whole machine. A process that starts in its
-// cgroup (clone3 with CLONE_INTO_CGROUP, v2 only) does not need the lock.
+// waits for an RCU grace period (5 to 15 ms), unless it was taken within the last grace period. The
+// mount option favordynmods (Linux 6.0) changes that for the whole machine. A process that starts
+// in its cgroup (clone3 with CLONE_INTO_CGROUP, v2 only) does not need the lock.
 type Anchor struct {
 	pid   string
 	procs string // cgroup.procs of the process's cgroup
@@ -51,7 +51,7 @@ func MovesItself(systemd bool) bool {
 		return false
 	}
 	without, err := kernelversion.GreaterEqualThan(kernelversion.KernelVersion{Kernel: 5, Major: 5})
-	return err == nil && without // without the file the caller moves the process
+	return err == nil && without // if the file does not exist, the caller moves the process
 }
 
 // root is where hierarchies are mounted.

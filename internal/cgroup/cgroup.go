@@ -2,7 +2,7 @@
 // path. So the container's ID suffices to kill processes that a lost shim left behind. libcontainer
 // creates the cgroup.
 //
-// All operations are idempotent: killing, emptying or removing a cgroup that does not exist
+// All operations are idempotent. Killing, emptying or removing a cgroup that does not exist
 // succeeds. Functions that take a directory (KillDir, ProcsIn) work on any cgroup.
 package cgroup
 
@@ -25,8 +25,8 @@ import (
 	"berth/internal/failpoint"
 )
 
-// FromState returns the group of a container whose libcontainer state file is at path. Use it for a
-// container without any other record.
+// FromState returns the group of a container whose libcontainer state file is at path. It serves
+// for a container that has no other record.
 func FromState(path string) (*Group, error) {
 	data, err := os.ReadFile(path)
 	if err != nil {
@@ -134,7 +134,7 @@ func (g *Group) Members() ([]int, error) {
 }
 
 // OOMKills returns how many processes of the group the OOM killer has killed, on v2 including the
-// group's descendants. It returns 0 without a memory controller.
+// group's descendants. It returns 0 if there is no memory controller.
 func (g *Group) OOMKills() (uint64, error) {
 	name := "memory.oom_control"
 	if cgroups.IsCgroup2UnifiedMode() {
@@ -195,9 +195,10 @@ func (g *Group) Signal() error {
 		if !gone(err) {
 			return fmt.Errorf("kill cgroup %s: %w", g.path, err)
 		}
-		// The group is gone, or the kernel is older than 5.14: kill the processes one by one.
+		// The group does not exist, or the kernel is older than 5.14. Then the processes are killed
+		// one by one.
 	}
-	freezeErr := g.freeze() // not fatal: the caller repeats the call
+	freezeErr := g.freeze() // not fatal, because the caller repeats the call
 	failpoint.Reach("cgroup.frozen")
 	pids, err := g.Procs()
 	for _, pid := range pids {
@@ -215,7 +216,7 @@ func (g *Group) Signal() error {
 	return nil
 }
 
-// freezerFile returns the file that freezes the group, and its values.
+// freezerFile returns the file that freezes the group, and the values to write.
 func (g *Group) freezerFile() (dir, name, frozen, thawed string) {
 	if cgroups.IsCgroup2UnifiedMode() {
 		return g.mgr.Path(""), "cgroup.freeze", "1", "0"
@@ -291,8 +292,8 @@ func (g *Group) Destroy(ctx context.Context) error {
 }
 
 // destroyOnce tries to remove the group until ctx ends. The library (0.0.6) waits up to 30 seconds
-// for systemd and takes no context. The goroutine that calls it may outlive destroyOnce for that
-// time, and may still remove the group, as intended.
+// for systemd and takes no context. The goroutine that calls systemd may outlive destroyOnce for
+// that time. It may still remove the group, which is intended.
 func (g *Group) destroyOnce(ctx context.Context) error {
 	done := make(chan error, 1)
 	go func() { done <- g.mgr.Destroy() }()
@@ -305,8 +306,8 @@ func (g *Group) destroyOnce(ctx context.Context) error {
 }
 
 // RemoveIdle removes the group if it has no processes and no descendants, and reports whether it is
-// gone. For an exited container it saves freezing and listing the group. It returns false with the
-// systemd driver, because systemd must remove its units.
+// gone. For an exited container it avoids that the group is frozen and listed. It returns false
+// with the systemd driver, because systemd must remove its units.
 func (g *Group) RemoveIdle() bool {
 	if g.systemd {
 		return false
@@ -314,7 +315,7 @@ func (g *Group) RemoveIdle() bool {
 	failpoint.Reach("cgroup.remove-idle")
 	idle := true
 	for _, dir := range inRemovalOrder(g.Paths()) {
-		if err := unix.Rmdir(dir); err != nil && !gone(err) { // EBUSY: in use, probably in the other hierarchies as well
+		if err := unix.Rmdir(dir); err != nil && !gone(err) { // EBUSY: the group is in use, probably in the other hierarchies as well
 			idle = false
 			break
 		}

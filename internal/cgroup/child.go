@@ -19,9 +19,10 @@ import (
 )
 
 // Children are cgroups below the daemon's, for programs that the daemon runs. With its cgroup a
-// program can be killed with all its descendants. Children uses cgroup v2 if it is mounted, even
-// beside v1, otherwise v1's freezer. Both can kill a group that forks. No controller is enabled, so
-// the daemon may stay in the parent group, and usage is accounted to the daemon.
+// program can be killed with all its descendants. Children uses cgroup v2 if it is mounted, even if
+// v1 is mounted too. Otherwise it uses v1's freezer. Both can kill a group that forks. No
+// controller is enabled, so the daemon may stay in the parent group, and usage is accounted to the
+// daemon.
 type Children struct {
 	parent string // directory of the daemon's cgroup
 	v1     bool
@@ -97,7 +98,7 @@ func (c *Children) Start(cmd *exec.Cmd, dir string) error {
 // the thread back. On v1 each thread has a cgroup, and a process starts in the cgroup of its
 // creator. A thread that moves itself through the list of threads waits for no RCU grace period
 // (see Anchor). If the thread cannot move back, startByThread ends the thread with its goroutine,
-// because commands that it started later would also be in the cgroup. It then kills the command,
+// because commands that it starts later would also be in the cgroup. It then kills the command,
 // because the caller does not wait for a process whose start failed.
 func (c *Children) startByThread(cmd *exec.Cmd, dir string) error {
 	done := make(chan error, 1)

@@ -32,8 +32,8 @@ func KillDir(dir string, timeout time.Duration) error {
 	}
 }
 
-// killRound kills the current processes: in one step on cgroup v2 (Linux 5.14), otherwise in a
-// frozen group, so that no fork escapes.
+// killRound kills the current processes. On cgroup v2 (Linux 5.14) this is one step. Otherwise it
+// freezes the group first, so that no fork escapes.
 func killRound(dir string) error {
 	if err := writeFile(dir+"/cgroup.kill", "1"); err == nil {
 		return nil
@@ -42,7 +42,7 @@ func killRound(dir string) error {
 	if exists(dir + "/cgroup.freeze") { // v2 before Linux 5.14
 		freezer, frozen, thawed = dir+"/cgroup.freeze", "1", "0"
 	}
-	freezeErr := freezeDir(freezer, frozen) // an error is not fatal: without a freezer the kill needs more rounds
+	freezeErr := freezeDir(freezer, frozen) // an error is not fatal, because without a freezer the kill only needs more rounds
 	if gone(freezeErr) {
 		freezeErr = nil
 	}

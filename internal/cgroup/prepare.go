@@ -28,16 +28,16 @@ func pathsOf(cfg *cgroups.Cgroup) map[string]string {
 	return paths
 }
 
-// Prepare makes the library inspect this machine now. The library inspects it only once and keeps
-// an error forever. A daemon without free descriptors at its first use of a cgroup could never use
-// one again.
+// Prepare makes the library inspect this machine now. The library determines the mode only once and
+// keeps an error forever. If the daemon had no free descriptor at that moment, it could never use a
+// cgroup again.
 func Prepare() error {
 	cgroups.HugePageSizes()
 	dir := "/sys/fs/cgroup"
 	if !cgroups.IsCgroup2UnifiedMode() {
 		var err error
 		// FindCgroupMountpoint is not enough. It reads no mount table for a hierarchy in its usual
-		// place, so the first lookup of a missing controller would still read it.
+		// place, so the first lookup of a missing controller would still read the mount table.
 		dir, _, err = cgroups.FindCgroupMountpointAndRoot("", "pids")
 		if _, missing := errors.AsType[*cgroups.NotFoundError](err); missing {
 			return nil // the library has inspected the machine

@@ -18,9 +18,9 @@ type Pressure struct {
 	Recent float64       // share of the last ten seconds, 0 to 1
 }
 
-// ReadPressure reads the pressure file of a resource ("cpu", "io" or "memory") of a cgroup of the
-// v2 hierarchy at root. ok is false if there is none: the cgroup does not exist, or the kernel does
-// not measure pressure.
+// ReadPressure reads the pressure file of a cgroup in the v2 hierarchy at root. resource is "cpu",
+// "io" or "memory". ok is false if the cgroup does not exist, or if the kernel does not measure
+// pressure.
 func ReadPressure(root, path, resource string) (p Pressure, ok bool, err error) {
 	file := filepath.Join(root, path, resource+".pressure")
 	text, err := os.ReadFile(file)

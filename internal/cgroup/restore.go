@@ -13,8 +13,8 @@ import (
 	"github.com/opencontainers/cgroups"
 )
 
-// Files that an update may write: all of a v1 hierarchy, or the fixed ones on v2, where an update
-// may also name others. They are globs, because each size of huge pages has a separate file.
+// Files that an update may write. On v1 the list is complete. On v2 an update may also name other
+// files. They are globs, because each size of huge pages has a separate file.
 var (
 	v1Limits = map[string][]string{
 		"memory": {
@@ -73,8 +73,8 @@ func (g *Group) limits(unified map[string]string) ([]limit, error) {
 	return all, nil
 }
 
-// restore sets the previous limits. The files come last, because systemd writes a unit's properties
-// to them.
+// restore sets the previous limits. The files are restored last, because systemd writes a unit's
+// properties to them.
 func (g *Group) restore(before []limit) error {
 	return errors.Join(g.restoreFiles(before), g.restoreUnit(before), g.restoreFiles(before))
 }

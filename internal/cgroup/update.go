@@ -62,9 +62,9 @@ func (g *Group) set(r *cgroups.Resources) error {
 	return err
 }
 
-// makeRoom makes v2 refuse a limit below the memory in use, as v1 does. Without it the v2 kernel
-// would kill processes until the limit holds. makeRoom ignores limits that are not lowered, and
-// page cache, which the kernel reclaims first.
+// makeRoom makes v2 refuse a limit below the memory in use, as v1 does. The v2 kernel would
+// otherwise kill processes until the limit holds. makeRoom ignores limits that are not lowered. It
+// also ignores page cache, which the kernel reclaims first.
 func (g *Group) makeRoom(memory *specs.LinuxMemory) error {
 	if memory == nil || memory.Limit == nil || *memory.Limit <= 0 {
 		return nil
@@ -86,7 +86,7 @@ func makeRoomIn(dir string, limit int64) error {
 	}
 	used, err := readNumber(filepath.Join(dir, "memory.current"))
 	if err != nil {
-		return ignoreGone(err) // without the controller, setting the limit fails later
+		return ignoreGone(err) // if the controller is missing, setting the limit fails later
 	}
 	stat, err := os.ReadFile(filepath.Join(dir, "memory.stat"))
 	if err != nil {
@@ -99,7 +99,7 @@ func makeRoomIn(dir string, limit int64) error {
 }
 
 // reclaimable returns the bytes of page cache and kernel caches in memory.stat. memory.reclaim
-// would be exact, but takes too long if the kernel can reclaim little.
+// would give the exact number, but takes too long if the kernel can reclaim little.
 func reclaimable(stat string) (sum int64) {
 	for line := range strings.Lines(stat) {
 		switch key, value, _ := strings.Cut(strings.TrimSpace(line), " "); key {

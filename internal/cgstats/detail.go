@@ -109,7 +109,7 @@ func (v *detailReader) readTasks(d *Detail) {
 	d.Processes = Figure{uint64(bytes.Count(procs, newline)), procs != nil}
 }
 
-// nameDevices sets the devices' names. A removed device keeps its numbers as name.
+// nameDevices sets the devices' names. If a device was removed, its numbers are used as its name.
 func nameDevices(devices []Device) {
 	for i := range devices {
 		d := &devices[i]

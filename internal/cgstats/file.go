@@ -32,7 +32,8 @@ func openFile(path string) (*file, error) {
 	return &file{f, conn}, nil
 }
 
-// bufferSize suffices for any file with one record. The largest one, memory.stat, has 2 to 3 KiB.
+// bufferSize suffices for any file with one record. The largest such file, memory.stat, has 2 to 3
+// KiB.
 const bufferSize = 16 << 10
 
 // buffer is the read buffer of one goroutine.

@@ -11,8 +11,8 @@ import (
 type NetDev struct {
 	enter func(open func() error) error
 	file  kept[*file]
-	// lock serializes readers. The file has many records, and all its readers share the kernel's
-	// position in them.
+	// lock serializes readers. The file has many records, and all readers of an open file share one
+	// position in it.
 	lock sync.Mutex
 }
 
@@ -20,8 +20,8 @@ type NetDev struct {
 // may create interfaces can create tens of thousands.
 const maxNetDev = 64 << 10
 
-// NewNetDev returns a reader for a network namespace. enter calls open on a thread in that
-// namespace, or returns ErrGone if the namespace does not exist.
+// NewNetDev returns a reader for a network namespace. enter calls open on a thread in the
+// namespace. It returns ErrGone if the namespace does not exist.
 func NewNetDev(enter func(open func() error) error) *NetDev { return &NetDev{enter: enter} }
 
 // Read returns the interfaces except loopback and interfaces whose names are not UTF-8, which

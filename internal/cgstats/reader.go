@@ -3,10 +3,10 @@
 // # Contract
 //
 // A Reader belongs to one cgroup. The first Read opens the files, which stay open until Close, so a
-// Read is one pread(2) per file. It reads five files on cgroup v1 (fewer without a controller),
-// nine on v2, and one for tasks. A node with 500 containers needs 2,500 or 4,500 descriptors, but
-// only after a client has asked for statistics. Files that only metrics need are opened for each
-// read.
+// Read is one pread(2) per file. A Read takes five files on cgroup v1 (fewer if a controller is
+// missing), nine on v2, and one for tasks. A node with 500 containers needs 2,500 or 4,500
+// descriptors, but only after a client has asked for statistics. Files that only metrics need are
+// opened for each read.
 //
 // Any number of goroutines may read at the same time, and one may close the Reader meanwhile. A
 // Reader has no lock. A NetDev admits one reader at a time. Parsing allocates no memory.
@@ -14,7 +14,7 @@
 // A container can choose the names and the number of its interfaces. Names are returned only if
 // they are valid UTF-8, and the number is limited.
 //
-// The error for a removed cgroup is ErrGone. A missing or disabled controller is no error: its part
+// The error for a removed cgroup is ErrGone. A missing or disabled controller is no error. Its part
 // of a Sample is not Known.
 package cgstats
 
@@ -118,7 +118,7 @@ func (r *Reader) open() (*files, error) {
 		f.tasks = o.open("pids", "pids.current")
 	}
 	if o.err == nil && f.cpu == nil && f.usage == nil {
-		o.err = ErrGone // without both files it is not a cgroup
+		o.err = ErrGone // if both files are missing, it is not a cgroup
 	}
 	if o.err != nil {
 		return nil, errors.Join(o.err, f.Close())
@@ -216,8 +216,8 @@ func (f *files) readPressure(s *Sample, buf *buffer) error {
 	return nil
 }
 
-// gone converts the errors of removed objects to ErrGone: ENODEV from a file of a removed cgroup,
-// ESRCH from a file of an ended process.
+// gone converts the errors of removed objects to ErrGone. A file of a removed cgroup returns
+// ENODEV, and a file of an ended process returns ESRCH.
 func gone(err error) error {
 	for _, e := range []error{unix.ENODEV, unix.ENOENT, unix.ESRCH, os.ErrClosed} {
 		if errors.Is(err, e) {

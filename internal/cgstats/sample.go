@@ -15,7 +15,7 @@ type Sample struct {
 }
 
 // CPU has times summed over all cores since the cgroup's creation. A Sample always has Usage. It
-// has the other fields on cgroup v2 only; on v1 Detail has them.
+// has the other fields on cgroup v2 only. On v1 they are in Detail.
 type CPU struct {
 	Known            bool // the controller exists
 	Usage            uint64
@@ -51,12 +51,12 @@ type Memory struct {
 // value.
 func (m *Memory) WorkingSet() uint64 { return less(m.Usage, m.InactiveFile) }
 
-// Available returns the memory left below the limit, or false without a limit.
+// Available returns the memory left below the limit, or false if there is no limit.
 func (m *Memory) Available() (uint64, bool) {
 	return less(m.Limit, m.WorkingSet()), m.Limit != Unlimited
 }
 
-// SwapAvailable returns the swap left below its limit, or false without a limit.
+// SwapAvailable returns the swap left below its limit, or false if there is no limit.
 func (m *Memory) SwapAvailable() (uint64, bool) {
 	return less(m.SwapLimit, m.Swap), m.SwapLimit != Unlimited
 }
@@ -127,8 +127,8 @@ type Interface struct {
 // Traffic has the counters of one direction.
 type Traffic struct{ Bytes, Packets, Errors, Dropped uint64 }
 
-// Add adds the usage of another cgroup. Limits and pressures stay unchanged, because they have no
-// sum.
+// Add adds the usage of another cgroup. Limits and pressures are not changed, because they cannot
+// be added.
 func (s *Sample) Add(other *Sample) {
 	s.CPU.Usage += other.CPU.Usage
 	s.CPU.User += other.CPU.User
@@ -156,7 +156,7 @@ func (s *Sample) Counters() Sample {
 	return c
 }
 
-// Raise raises counters that are lower than before to their previous value.
+// Raise raises each counter that is lower than before to its previous value.
 func (s *Sample) Raise(before *Sample) {
 	raise := func(counter *uint64, to uint64) { *counter = max(*counter, to) }
 	raise(&s.CPU.Usage, before.CPU.Usage)

@@ -24,7 +24,7 @@ type step struct {
 // New returns an empty list.
 func New() *List { return &List{} }
 
-// Add pushes an undo step. The name appears in its error.
+// Add pushes an undo step. The name appears in the step's error.
 func (l *List) Add(name string, undo func() error) { l.steps = append(l.steps, step{name, undo}) }
 
 // Release drops all steps, because the operation has succeeded.

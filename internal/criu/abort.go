@@ -15,10 +15,10 @@ import (
 // Abortable makes the children of this process survive Abort. Call it before the start of CRIU.
 func Abortable() { signal.Ignore(unix.SIGXFSZ) }
 
-// Abort ends the dump of the CRIU in a cgroup: it can no longer write to files. CRIU fails at its
-// next image, restores the processes that it has changed, and ends. A CRIU that is killed does not
-// restore them: a process may go on at CRIU's instructions, which end it by a signal. The caller
-// waits for CRIU's end.
+// Abort ends the dump of the CRIU in a cgroup, by a limit that forbids it to write to files. CRIU
+// then fails at its next image, restores the processes that it has changed, and ends. A killed CRIU
+// would not restore them. A process would continue in CRIU's code, and a signal would end the
+// process. The caller waits for CRIU's end.
 func Abort(dir string) error {
 	pids, err := cgroup.ProcsIn(dir)
 	if err != nil {

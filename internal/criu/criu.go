@@ -19,7 +19,8 @@ const DefaultProgram = "criu"
 // ErrMissing is wrapped by the error of Locate.
 var ErrMissing = errors.New("CRIU is not installed")
 
-// Locate returns the path of CRIU. program is a path, or a name in PATH; empty: DefaultProgram.
+// Locate returns the path of CRIU. program is a path, or a name in PATH. If it is empty,
+// DefaultProgram is used.
 func Locate(program string) (string, error) {
 	if program == "" {
 		program = DefaultProgram
@@ -37,7 +38,7 @@ type Version struct{ Major, Minor, Sub int }
 // Number returns the version as CRIU's RPC gives it: 40101 is 4.1.1.
 func (v Version) Number() int { return 10000*v.Major + 100*v.Minor + v.Sub }
 
-// Minimum is the oldest version that berth uses. Older ones fail on current kernels.
+// Minimum is the oldest version that berth uses. Older versions fail on current kernels.
 var Minimum = Version{4, 1, 1}
 
 func (v Version) String() string {

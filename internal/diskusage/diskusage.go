@@ -7,14 +7,15 @@
 // and long symlinks. Nominal counts the blocks that the content needs: file data in whole blocks
 // without holes, and one block for each directory. So a tree has the same nominal usage on every
 // filesystem with that block size. A file with several names counts once. If a tree has more such
-// files than the walk remembers, each name counts as a fraction of the file.
+// files than the walk remembers, each name of a file counts as a fraction of it.
 //
-// The tree may change and may be hostile. The walk never leaves it, skips names that vanish, and
-// limits its memory and descriptors. If the result may be too low, the error is one of these:
+// The tree may change and may be hostile. The walk never leaves the filesystem and skips names that
+// disappear. Its memory and descriptors are limited. If the result may be too low, the error is one
+// of these:
 //
 //   - ErrChanged: directories changed meanwhile, and moved files may be missing.
 //   - safefs.ErrTooDeep: directories are nested too deeply for a walk.
-//   - any other: the walk ended early.
+//   - any other error: the walk ended early.
 //
 // An open file without a name does not count, because a walk does not find it.
 package diskusage
@@ -49,7 +50,7 @@ type Usage struct {
 	Inodes uint64 `json:"inodes"`
 }
 
-// Add returns the sum of both.
+// Add returns the sum of two usages.
 func (u Usage) Add(v Usage) Usage { return Usage{u.Bytes + v.Bytes, u.Inodes + v.Inodes} }
 
 // BlockSize returns the block size of the filesystem f is on, in bytes.
@@ -65,13 +66,13 @@ func BlockSize(f *os.File) (int64, error) {
 }
 
 // Tree counts the allocated space of the directory root and of its content on the same filesystem.
-// With an error it returns the usage counted so far.
+// After an error it also returns the usage counted so far.
 func Tree(ctx context.Context, root *os.File) (Usage, error) {
 	return tree(ctx, root, func(st *unix.Stat_t) int64 { return st.Blocks * 512 })
 }
 
 // Nominal counts the space that the directory root and its content need with that block size. The
-// tree should not change meanwhile. With an error it returns the usage counted so far.
+// tree should not change meanwhile. After an error it also returns the usage counted so far.
 func Nominal(ctx context.Context, root *os.File, block int64) (Usage, error) {
 	usage, err := tree(ctx, root, func(st *unix.Stat_t) int64 {
 		switch st.Mode & unix.S_IFMT {
@@ -118,7 +119,7 @@ type counter struct {
 	device uint64
 	seen   map[uint64]struct{} // inodes that must not count again
 	bytes  uint64
-	inodes float64 // a file with several names that is not in seen counts as a fraction for each name
+	inodes float64 // if a file with several names is not in seen, each name counts as a fraction of it
 }
 
 // content counts everything that the walk finds.
@@ -144,7 +145,7 @@ func (c *counter) content(ctx context.Context, walk *safefs.Walk) error {
 		if st.Dev != c.device {
 			continue
 		}
-		if !c.add(&st) && e.Dir { // it was moved, and its content was counted in the other place
+		if !c.add(&st) && e.Dir { // the directory was moved, and its content was counted in the other place
 			walk.Skip()
 		}
 	}

@@ -19,8 +19,8 @@ var ErrNoQuotas = errors.New("no project quotas: the filesystem is not XFS or ex
 //
 // Files created in a directory inherit its project. The kernel counts the files of a project,
 // including files without a name, and refuses writes beyond the limit (ENOSPC, EDQUOT). The count
-// is a lower bound: a process outside of user namespaces can move its files out of the project with
-// FS_IOC_FSSETXATTR.
+// is a lower bound, because a process outside of user namespaces can move its files out of the
+// project with FS_IOC_FSSETXATTR.
 //
 // Quotas needs quotactl_fd(2), Linux 5.14, and CAP_SYS_ADMIN.
 type Quotas struct{ root *os.File }

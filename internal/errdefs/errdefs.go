@@ -1,8 +1,9 @@
 // Package errdefs attaches a gRPC code to an error where the error arises, so that the server need
 // not guess the code.
 //
-// The code survives any number of fmt.Errorf("…: %w") wrappers: google.golang.org/grpc/status finds
-// it through the method GRPCStatus, and the client receives the text of the outermost wrapper.
+// The code survives any number of fmt.Errorf("…: %w") wrappers, because
+// google.golang.org/grpc/status finds it through the method GRPCStatus. The client receives the
+// text of the outermost wrapper.
 package errdefs
 
 import (
@@ -51,8 +52,8 @@ func Unavailable(format string, args ...any) error { return New(codes.Unavailabl
 
 func Internal(format string, args ...any) error { return New(codes.Internal, format, args...) }
 
-// Code returns the gRPC code of err: OK for nil, the code of the outermost wrapped error with a
-// code, Canceled or DeadlineExceeded for context errors, otherwise Unknown.
+// Code returns the gRPC code of err. For nil it is OK. Otherwise it is the code of the outermost
+// wrapped error with a code, then Canceled or DeadlineExceeded for context errors, then Unknown.
 func Code(err error) codes.Code {
 	if err == nil {
 		return codes.OK
@@ -78,8 +79,8 @@ func DeadlineExceeded(format string, args ...any) error {
 	return New(codes.DeadlineExceeded, format, args...)
 }
 
-// IsBadPath reports whether a system call failed because of its path: the path does not exist,
-// leads through a file or a link loop, or is too long. Then the caller passed a wrong path.
+// IsBadPath reports whether a system call failed because of its path. The path may not exist, may
+// lead through a file or a link loop, or may be too long. Then the caller passed a wrong path.
 func IsBadPath(err error) bool {
 	for _, e := range []error{fs.ErrNotExist, unix.ENOTDIR, unix.ELOOP, unix.ENAMETOOLONG} {
 		if errors.Is(err, e) {

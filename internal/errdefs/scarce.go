@@ -23,9 +23,9 @@ var scarce = []struct {
 	{unix.EROFS, codes.FailedPrecondition},
 }
 
-// Scarce gives err the code of the exhausted resource that it wraps: room on a filesystem,
-// descriptors, memory or processes. It returns all other errors unchanged, including errors that
-// have a more specific code.
+// Scarce adds the gRPC code to an error that wraps the errno of an exhausted resource: room on a
+// filesystem, descriptors, memory or processes. It returns all other errors unchanged, including
+// errors that have a more specific code.
 func Scarce(err error) error {
 	if code := Code(err); code != codes.Unknown && code != codes.Internal {
 		return err
@@ -35,7 +35,7 @@ func Scarce(err error) error {
 			return New(s.code, "%w", err)
 		}
 	}
-	// EAGAIN has many meanings. From fork it means that the limit of processes is reached.
+	// EAGAIN has many meanings. If fork returns it, the limit of processes is reached.
 	var path *fs.PathError
 	if errors.As(err, &path) && path.Op == "fork/exec" && errors.Is(path.Err, unix.EAGAIN) {
 		return New(codes.ResourceExhausted, "%w", err)

@@ -21,7 +21,7 @@ const variable = "BERTH_FAILPOINTS"
 // program is the name of this program.
 var program = filepath.Base(os.Args[0])
 
-// dir is empty in a process without a controlling test.
+// dir is empty if no test controls the process.
 var dir = os.Getenv(variable)
 
 // control is dir. It is opened at the start, because a launcher later makes all mounts of its own
@@ -117,7 +117,7 @@ func countDown(fd int, name string) (unix.Signal, error) {
 		return 0, err
 	}
 	left--
-	// Padded to the length of the content that it replaces.
+	// The text is padded to the length of the content that it replaces.
 	text := name + " " + strings.Repeat("0", max(0, len(fields[1])-len(strconv.Itoa(left)))) + strconv.Itoa(
 		left) + " " + fields[2] + " " + fields[3] + "\n"
 	if _, err := unix.Pwrite(fd, []byte(text), 0); err != nil || left > 0 {

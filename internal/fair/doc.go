@@ -4,10 +4,10 @@
 //
 // Slots share a number of places, such as processes that unpack. An owner gets a slot only if it
 // holds fewer slots than are free. So owners that keep their slots for long do not starve others:
-// the first one gets at most half, the next one a quarter, and so on.
+// the first owner gets at most half of the slots, the next a quarter, and so on.
 //
 // A Meter decides whether a transfer is too slow: its rate stays below a limit for a whole window.
-// Only the time that the other side takes counts, so a slow receiver in this process does no harm.
-// A Body applies a Meter to a response body, and also ends a Read that takes a whole window by
-// itself.
+// Only the time that the other side takes counts, so a slow receiver in this process does not
+// matter. A Body applies a Meter to a response body, and also ends a Read that takes a whole window
+// by itself.
 package fair

@@ -56,8 +56,8 @@ func (t *Slots) Taken() (n int) {
 	return n
 }
 
-// try takes a slot. If the owner may not have one, it returns a channel that is closed at the
-// next release.
+// try takes a slot. If the owner may not have a slot now, it returns a channel that is closed at
+// the next release.
 func (t *Slots) try(owner string) (freed <-chan struct{}, ok bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()

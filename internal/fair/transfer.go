@@ -13,14 +13,14 @@ var ErrStalled = errors.New("transfer stalled")
 
 // Meter measures the rate of a transfer. It is not safe for concurrent use.
 type Meter struct {
-	Window time.Duration // the transfer is judged each time that it has waited so long
+	Window time.Duration // length of a window: the transfer is judged after so much waiting time
 	Rate   int64         // least bytes a second
 
 	waited time.Duration // since got was last zero
 	got    int64
 }
 
-// Slow records that bytes took a time, and reports whether the transfer is too slow.
+// Slow records how long a number of bytes took. It reports whether the transfer is too slow.
 func (m *Meter) Slow(bytes int64, took time.Duration) bool {
 	m.got += bytes
 	if m.waited += took; m.waited < m.Window {
@@ -34,9 +34,9 @@ func (m *Meter) Slow(bytes int64, took time.Duration) bool {
 // Left returns the time to the end of the window.
 func (m *Meter) Left() time.Duration { return m.Window - m.waited }
 
-// Body is a response body that fails with ErrStalled if a Read gets no byte for a window, or if all
-// Reads of a window are too slow together. Time between Reads does not count. It is not safe for
-// concurrent use.
+// Body is a response body that fails with ErrStalled if it is too slow. A Read is too slow if it
+// gets no byte for a window. All Reads of a window together are too slow if their rate is below the
+// limit. Time between Reads does not count. It is not safe for concurrent use.
 type Body struct {
 	body   io.ReadCloser
 	ctx    context.Context
@@ -46,7 +46,8 @@ type Body struct {
 	meter  Meter
 }
 
-// NewBody guards the body of a response to a request with ctx. cancel ends that request.
+// NewBody guards the body of a response. ctx is the context of the request, and cancel ends the
+// request.
 func NewBody(ctx context.Context, cancel context.CancelCauseFunc, body io.ReadCloser, meter Meter) *Body {
 	timer := time.AfterFunc(meter.Window, func() { cancel(ErrStalled) })
 	timer.Stop()

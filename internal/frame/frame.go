@@ -4,8 +4,8 @@
 // # Contract
 //
 // A frame is a type byte, the length of the payload in four big-endian bytes, and the payload. The
-// sender is not trusted: a payload beyond the receiver's limit is ErrTooLong, and decoding
-// allocates nothing. After an error the rest of the stream is unusable.
+// sender is not trusted. A payload beyond the receiver's limit is ErrTooLong, and decoding
+// allocates no memory. After an error the rest of the stream is unusable.
 package frame
 
 import (
@@ -41,7 +41,7 @@ func Next(buf []byte, limit int) (kind byte, payload []byte, size int, err error
 	return buf[0], buf[HeaderSize:size], size, nil
 }
 
-// Read reads one frame. Its payload is in buf, whose length is the limit. The errors are those of
+// Read reads one frame. Its payload is in buf, whose length is the limit. It returns the errors of
 // io.ReadFull.
 func Read(r io.Reader, buf []byte) (kind byte, payload []byte, err error) {
 	var header [HeaderSize]byte

@@ -85,7 +85,7 @@ func propagation(file, path string) (Propagation, error) {
 		return Propagation{}, err
 	}
 	var at *mountinfo.Info
-	for _, m := range mounts { // the deepest mount; of several on one directory the last, which is on top
+	for _, m := range mounts { // the deepest mount; if several are on one directory, the last, which is on top
 		if at == nil || len(m.Mountpoint) >= len(at.Mountpoint) {
 			at = m
 		}
@@ -143,7 +143,7 @@ var skippedDirs = map[string]bool{
 	"pts": true, "shm": true, "fd": true, "mqueue": true, ".lxc": true, ".lxd-mounts": true, ".udev": true,
 }
 
-// nodeAt returns the device of a directory entry, or nil if it is not one.
+// nodeAt returns the device of a directory entry, or nil if the entry is no device.
 func nodeAt(path string, e fs.DirEntry) (*Device, error) {
 	if e.Type()&fs.ModeDevice == 0 || e.Name() == "console" {
 		return nil, nil

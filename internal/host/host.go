@@ -1,7 +1,7 @@
 // Package host detects the machine's features for containers.
 //
-// Detect reads the facts once, when the daemon starts. They are plain values, so package oci can
-// build specs without accessing the machine, and tests can choose any facts. Files answers
+// Detect reads the facts once, when the daemon starts. They are plain values. So package oci can
+// build specs without access to the machine, and tests can choose any facts. Files answers
 // questions about host paths at any time.
 package host
 
@@ -43,13 +43,13 @@ type Facts struct {
 	// by number.
 	Capabilities []string
 
-	// OOMScoreAdjMin is the lowest oom_score_adj of a container: -1000 with CAP_SYS_RESOURCE,
-	// otherwise the value of this process. Only a process with that capability may lower it below
-	// the inherited minimum (proc(5)).
+	// OOMScoreAdjMin is the lowest oom_score_adj of a container. If this process has
+	// CAP_SYS_RESOURCE, it is -1000, otherwise the value of this process. Only a process with that
+	// capability may lower it below the inherited minimum (proc(5)).
 	OOMScoreAdjMin int
 
 	// HugepageSizes are the sizes with a limit file in a container's cgroup, for example "2MB",
-	// "1GB". It is empty without the hugetlb controller, even if the kernel supports huge pages.
+	// "1GB". It is empty if there is no hugetlb controller, even if the kernel supports huge pages.
 	HugepageSizes []string
 
 	SwapAccounting    bool // a container's cgroup has a swap limit
@@ -142,7 +142,8 @@ func (d detector) kernel(f *Facts, _ []*mountinfo.Info) (err error) {
 }
 
 func (d detector) security(f *Facts, _ []*mountinfo.Info) error {
-	// Both files exist with CONFIG_SECCOMP_FILTER; actions_avail since Linux 4.14.
+	// Both files exist if the kernel has CONFIG_SECCOMP_FILTER. actions_avail exists since Linux
+	// 4.14.
 	f.Seccomp = d.exists("/proc/sys/kernel/seccomp/actions_avail")
 	enabled, err := d.read("/sys/module/apparmor/parameters/enabled")
 	if err != nil {
@@ -209,7 +210,7 @@ func (d detector) oomScore(f *Facts, _ []*mountinfo.Info) error {
 const cgroupRoot = "/sys/fs/cgroup"
 
 func (d detector) cgroup(f *Facts, mounts []*mountinfo.Info) error {
-	for _, m := range mounts { // of several mounts on one directory the last is on top
+	for _, m := range mounts { // if several mounts are on one directory, the last is on top
 		if m.Mountpoint == cgroupRoot {
 			f.CgroupV2 = m.FSType == "cgroup2"
 		}
@@ -218,7 +219,7 @@ func (d detector) cgroup(f *Facts, mounts []*mountinfo.Info) error {
 }
 
 // CgroupOptions returns the options of the node's cgroup v2 filesystem, without rw or ro. They
-// belong to the filesystem, not to one mount. SELinux adds some of its own.
+// belong to the filesystem, not to one mount. SELinux adds options of its own.
 func CgroupOptions() (options []string, err error) {
 	mounts, err := mountinfo.GetMounts(mountinfo.FSTypeFilter("cgroup2"))
 	if err != nil {
@@ -326,7 +327,7 @@ func (d detector) mountFeatures(f *Facts, mounts []*mountinfo.Info) error {
 	}
 	f.RecursiveReadOnly = f.KernelMajor > 5 || f.KernelMajor == 5 && f.KernelMinor >= 12
 	if d.root == "/" {
-		// The system call changes nothing, because the file is invalid. Any error but ENOSYS comes
+		// The system call has no effect, because the file is invalid. Any error but ENOSYS comes
 		// from the system call. ENOSYS comes from an older kernel or from a seccomp filter.
 		err := unix.MountSetattr(-1, "", unix.AT_EMPTY_PATH, &unix.MountAttr{})
 		f.RecursiveReadOnly = err != unix.ENOSYS

@@ -37,8 +37,8 @@ func ResolvConf(root string) string {
 	return resolvedConf
 }
 
-// nameservers returns the servers of a resolv.conf(5). It returns nil if it cannot read the file;
-// the later user of the file reports the error.
+// nameservers returns the servers of a resolv.conf(5). If it cannot read the file, it returns nil.
+// A later user of the file reports the error.
 func nameservers(path string) []netip.Addr {
 	content, err := safefs.ReadHostFile(path, maxResolvConf)
 	if err != nil {

@@ -6,24 +6,24 @@
 // main function is Main, and its first step is Process. An answer comes from a program that hostile
 // input may control, so the daemon decodes it strictly.
 //
-// After Process, whatever code it runs, a process
+// After Process, a process, even if it runs hostile code,
 //
 //   - sees one tree of files as its root directory and nothing outside. (Its working
 //     directory is its own /proc/self/fd, for package safefs.) The daemon passes
 //     the tree as a detached mount without devices and set-id programs.
 //   - may change owners, modes and types of the files there (CAP_CHOWN, DAC_OVERRIDE,
 //     FOWNER, FSETID, MKNOD, SETFCAP). It has no other capabilities and cannot get any.
-//   - to pack a layer (Grant.OnlyData) may only read and write its inherited files,
-//     without any capability.
-//   - to verify (Grant.ReadOnly) may only read files, without any capability.
+//   - that packs a layer (Grant.OnlyData) may only read and write its inherited files, and has no
+//     capability.
+//   - that verifies (Grant.ReadOnly) may only read files, and has no capability.
 //   - may make only the system calls of Go's runtime and of its grant: no
-//     sockets, programs, namespaces or signals. (On the architectures of
-//     FiltersCalls; berth warns on others.)
+//     sockets, programs, namespaces or signals. (This holds on the architectures of FiltersCalls.
+//     On others berth warns.)
 //   - has limits for memory, descriptors, file size and CPU time, and is the first
 //     process that the OOM killer takes.
 //
-// Start creates the namespaces. Landlock would add nothing to the root directory and took 6 % more
-// CPU time for a distribution's layer.
+// Start creates the namespaces. Landlock would not restrict more than the root directory does. It
+// took 6 % more CPU time for a distribution's layer.
 //
 // berth-unpack links this package and is started for every layer, so it imports little.
 package jail
@@ -59,7 +59,7 @@ type step struct {
 }
 
 // Process confines the process to tree permanently. A binary with cgo has taken some steps before
-// it had threads (package early); Process checks them.
+// it had threads (package early). Process checks these steps.
 func Process(tree *os.File, grant Grant, early bool) error {
 	steps := []step{
 		{"volunteer for the OOM killer", volunteer},
@@ -81,15 +81,15 @@ func Process(tree *os.File, grant Grant, early bool) error {
 	return nil
 }
 
-// checkEarly returns an error unless package early has taken its steps. Checking one thread
-// suffices: they were taken when there was only one.
+// checkEarly returns an error unless package early has taken its steps. It suffices to check one
+// thread, because the steps were taken when there was only one.
 func checkEarly(tree *os.File) error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
 	var sets [2]unix.CapUserData
 	if err := unix.Capget(&header, &sets[0]); err != nil {
 		return err
 	}
-	if sets != setsOf(kept) { // also to pack: without the system calls they are of no use
+	if sets != setsOf(kept) { // also for packing, because these capabilities are useless if the system calls are forbidden
 		return fmt.Errorf("capabilities %+v", sets)
 	}
 	if set, err := unix.PrctlRetInt(unix.PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0); err != nil {
@@ -123,7 +123,7 @@ func limit(grant Grant) error {
 		if err := unix.Getrlimit(resource, &have); err != nil {
 			return err
 		}
-		max = min(max, have.Max) // raising it would need CAP_SYS_RESOURCE
+		max = min(max, have.Max) // raising the hard limit would need CAP_SYS_RESOURCE
 		if err := unix.Setrlimit(resource, &unix.Rlimit{Cur: max, Max: max}); err != nil {
 			return err
 		}
@@ -138,7 +138,7 @@ func enter(tree *os.File) error {
 	if err != nil {
 		return fmt.Errorf("clone /proc/self/fd: %w", err)
 	}
-	defer unix.Close(fds) // the working directory keeps it
+	defer unix.Close(fds) // the working directory keeps the mount
 	if err := unix.Fchdir(int(tree.Fd())); err != nil {
 		return err
 	}
@@ -197,7 +197,7 @@ func allThreads(call, a, b, c uintptr) error {
 // FiltersCalls reports whether Process filters system calls on an architecture, named as in GOARCH.
 func FiltersCalls(arch string) bool { return auditArch[arch] != 0 }
 
-// filterCalls forbids all other system calls, if FiltersCalls.
+// filterCalls forbids all other system calls, if FiltersCalls is true for this architecture.
 func filterCalls(calls []uint32) error {
 	if !FiltersCalls(runtime.GOARCH) {
 		return nil
@@ -210,7 +210,7 @@ func filterCalls(calls []uint32) error {
 	if errno != 0 {
 		return errno
 	}
-	if thread != 0 { // seccomp(2): then no thread has the filter
+	if thread != 0 { // seccomp(2) has failed for one thread; then no thread has the filter
 		return fmt.Errorf("thread %d cannot get the filter", thread)
 	}
 	return nil

@@ -5,8 +5,8 @@ import "golang.org/x/sys/unix"
 // auditArch is AUDIT_ARCH_* by GOARCH (linux/audit.h).
 var auditArch = map[string]uint32{"amd64": 0xc000003e, "arm64": 0xc00000b7}
 
-// always are the allowed system calls. A missing one fails with EPERM and the layer fails with it.
-// Run TestEveryKind after each upgrade of Go.
+// always are the allowed system calls. A call that is missing in the list fails with EPERM, and the
+// layer fails too. Run TestEveryKind after each upgrade of Go.
 var always = []uint32{
 	// Go's runtime: memory, threads, signals, time.
 	unix.SYS_MMAP, unix.SYS_MUNMAP, unix.SYS_MPROTECT, unix.SYS_MADVISE, unix.SYS_MINCORE, unix.SYS_BRK,
@@ -35,11 +35,11 @@ var reads = []uint32{unix.SYS_OPENAT, unix.SYS_READLINKAT, unix.SYS_GETDENTS64, 
 const (
 	offsetNumber = 0
 	offsetArch   = 4
-	offsetArg0   = 16 // its lower half: these machines are little-endian
+	offsetArg0   = 16 // the lower half of the argument, because these machines are little-endian
 )
 
-// filter is the program: the right architecture, the calls, clone(2) for threads only, and
-// of prctl(2) only what names memory.
+// filter is the BPF program. It checks the architecture and allows the listed calls, clone(2) for
+// threads only, and prctl(2) only to name memory.
 func filter(arch uint32, calls []uint32) []unix.SockFilter {
 	const (
 		load  = unix.BPF_LD | unix.BPF_W | unix.BPF_ABS
@@ -58,7 +58,8 @@ func filter(arch uint32, calls []uint32) []unix.SockFilter {
 		{Code: load, K: offsetNumber},
 		{Code: least, K: x32, Jf: 1},
 		{Code: ret, K: refuse},
-		// Its flags are in memory, which a filter cannot read. glibc makes threads with clone(2) then.
+		// The flags of clone3(2) are in memory, which a filter cannot read. If it fails, glibc
+		// makes threads with clone(2).
 		{Code: equal, K: unix.SYS_CLONE3, Jf: 1},
 		{Code: ret, K: missing},
 	}

@@ -25,15 +25,15 @@ const (
 // Command is a run of a program that confines itself. The caller keeps its files and closes them.
 type Command struct {
 	Name    string   // argument 0, and the name in errors
-	Exe     *os.File // the program, whatever is installed under its name meanwhile
-	Version string   // of the exchange; Main refuses another one
+	Exe     *os.File // the program, even if another version is installed meanwhile
+	Version string   // version of the exchange; Main refuses any other
 	Args    []string
-	Tree    *os.File   // the directory that becomes the root, on a mount of its own: see Clone
+	Tree    *os.File   // the directory that becomes the root, on a separate mount: see Clone
 	Files   []*os.File // further descriptors, from FilesFD on; nil leaves one out
 }
 
 // Worker is a running program. In and Out are the caller's ends of its standard input and output.
-// What comes from Out may be hostile. In may be closed before End.
+// The data from Out may be hostile. In may be closed before End.
 type Worker struct {
 	In, Out *os.File
 
@@ -62,7 +62,8 @@ func Start(c Command) (_ *Worker, err error) {
 		return nil, err
 	}
 	theirs, mine = append(theirs, stdin), append(mine, in)
-	// This fails for a user with many pipes (fs.pipe-user-pages-soft); then it is only slower.
+	// This fails if the user has many pipes (fs.pipe-user-pages-soft). Then the transfer is only
+	// slower.
 	_, _ = unix.FcntlInt(stdin.Fd(), unix.F_SETPIPE_SZ, pipeSize)
 	out, stdout, err := os.Pipe()
 	if err != nil {
@@ -83,7 +84,7 @@ func Start(c Command) (_ *Worker, err error) {
 	return w, nil
 }
 
-// pipes are closed together. Closing a pipe loses nothing.
+// pipes are closed together. Closing a pipe loses no data.
 type pipes []*os.File
 
 func (p pipes) close() {
@@ -137,7 +138,7 @@ func (w *Worker) wait() (state *os.ProcessState, said string) {
 }
 
 // Run runs a program without input until its end, and returns its standard output. The output has
-// at most limit bytes and may be hostile: the caller must decode it strictly. An error has the
+// at most limit bytes and may be hostile, so the caller must decode it strictly. An error has the
 // first line of the program's standard error, or is ctx's.
 func Run(ctx context.Context, c Command, limit int) ([]byte, error) {
 	w, err := Start(c)
@@ -170,7 +171,7 @@ func Run(ctx context.Context, c Command, limit int) ([]byte, error) {
 func firstLine(r io.ReadCloser) string {
 	const limit = 512 // of what is kept
 	defer r.Close()
-	text, _ := io.ReadAll(io.LimitReader(r, limit)) // what came before an error counts
+	text, _ := io.ReadAll(io.LimitReader(r, limit)) // the part before an error counts
 	_, _ = io.Copy(io.Discard, r)
 	line, _, _ := bytes.Cut(text, []byte("\n"))
 	return strings.Map(func(r rune) rune {
@@ -181,9 +182,10 @@ func firstLine(r io.ReadCloser) string {
 	}, string(line))
 }
 
-// Main is the main function of a program that Start started. It returns the exit status: 0 if run
-// gave an answer, be it an error. run confines the process with Process before it reads any input.
-// The program's own file is closed before that, so that hostile input cannot change its mode.
+// Main is the main function of a program that Start started. It returns the exit status. The status
+// is 0 if run gave an answer, even if the answer is an error. run confines the process with Process
+// before it reads any input. The program's own file is closed before, so that hostile input cannot
+// change the file's mode.
 func Main(name, version string, run func(args []string, tree *os.File) error) int {
 	err := fmt.Errorf("%s must be started by a berth of the same version", name)
 	if len(os.Args) > 1 && os.Args[1] == version {
@@ -202,8 +204,8 @@ func Main(name, version string, run func(args []string, tree *os.File) error) in
 // Attributes make devices, set-id bits and programs on a mount unusable.
 const Attributes = unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NOEXEC
 
-// Clone clones the mount of dir as a mount that is mounted nowhere, with dir as its root. No path
-// leads out of it. The kernel drops it with its last descriptor.
+// Clone clones the mount of dir as a detached mount, with dir as its root. No path leads out of it.
+// The kernel drops the mount when its last descriptor is closed.
 func Clone(dir *os.File) (*os.File, error) {
 	fd, err := unix.OpenTree(int(dir.Fd()), "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)
 	if err != nil {

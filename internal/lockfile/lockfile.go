@@ -1,5 +1,5 @@
-// Package lockfile implements locks between processes, for the use of a directory (Acquire) or for
-// a single change (Wait).
+// Package lockfile implements locks between processes. They protect the use of a directory
+// (Acquire) or a single change (Wait).
 //
 // # Contract
 //
@@ -34,7 +34,7 @@ type Lock struct{ file *os.File }
 const acquireTimeout = 500 * time.Millisecond
 
 // Acquire takes the lock at path. If another process holds the lock for longer than acquireTimeout,
-// the error has code FailedPrecondition and names that process.
+// the error has code FailedPrecondition and names the process.
 func Acquire(path string) (*Lock, error) {
 	file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
 	readOnly := errors.Is(err, unix.EROFS)
@@ -51,7 +51,7 @@ func Acquire(path string) (*Lock, error) {
 	if err != nil {
 		return nil, errors.Join(err, file.Close())
 	}
-	if err := sign(file); err != nil && !readOnly && !errors.Is(err, unix.ENOSPC) { // on a full disk the lock is held without the pid
+	if err := sign(file); err != nil && !readOnly && !errors.Is(err, unix.ENOSPC) { // on a full disk the file has no pid, but the lock is held
 		return nil, errors.Join(fmt.Errorf("write pid into lock %s: %w", path, err), file.Close())
 	}
 	return &Lock{file}, nil

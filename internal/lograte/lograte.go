@@ -2,8 +2,9 @@
 //
 // # Contract
 //
-// A Limiter logs the first warning of each minute, with the number of warnings suppressed since the
-// previous one. Its methods may be called from any number of goroutines and do not block.
+// A Limiter logs the first warning of each minute, with the number of warnings that it has
+// suppressed since the previous message. Its methods may be called from any number of goroutines
+// and do not block.
 package lograte
 
 import (

@@ -1,9 +1,9 @@
-// Package nearest finds the known name that a misspelled one most likely means. Readers of
+// Package nearest finds the known name that a misspelled name most likely means. Readers of
 // configuration files use it for their messages about unknown keys.
 package nearest
 
-// Of returns the known name with the smallest edit distance from name, the first of several. It
-// returns "" if known is empty.
+// Of returns the known name with the smallest edit distance from name. If there are several, it
+// returns the first. It returns "" if known is empty.
 func Of(name string, known []string) string {
 	best, least := "", -1
 	for _, k := range known {
@@ -15,7 +15,7 @@ func Of(name string, known []string) string {
 }
 
 // Distance returns the Levenshtein distance of two strings in bytes. It ignores the end of a long
-// a, which would make it expensive.
+// a, which would take too much time.
 func Distance(a, b string) int {
 	a = a[:min(len(a), 64)]
 	row := make([]int, len(b)+1) // row[j]: distance of a[:i] and b[:j]

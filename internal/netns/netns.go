@@ -40,8 +40,9 @@ func New(path string) error {
 	})
 }
 
-// InNew runs fn in a new network namespace, as In does. If fn does not pin it, the namespace ends
-// once fn has returned, its sockets are closed, and the processes that fn started have exited.
+// InNew runs fn in a new network namespace, as In does. If fn does not pin the namespace, the
+// namespace ends after fn: when its sockets are closed, and the processes that fn started have
+// exited.
 func InNew(fn func() error) error {
 	return onThread(func() error {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
@@ -154,8 +155,8 @@ func Remove(path string) error {
 }
 
 // In runs fn in the network namespace at path, on a locked thread. Sockets that fn opens stay in
-// that namespace. Goroutines that fn starts do not run in it. The error is NotFound if path is not
-// a namespace, otherwise fn's error.
+// that namespace. Goroutines that fn starts do not run in the namespace. The error is NotFound if
+// path is not a namespace, otherwise fn's error.
 func In(path string, fn func() error) error {
 	ns, err := os.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -178,9 +179,10 @@ func In(path string, fn func() error) error {
 }
 
 // onThread runs fn, which may change the network namespace, on a locked thread. If onThread cannot
-// restore the original namespace, it ends the thread: Go ends the thread of a goroutine that
-// returns locked. Restoring is preferred, because a process's main thread cannot end. /proc would
-// then show the whole process in fn's namespace. A panic of fn is passed to the caller.
+// restore the original namespace, it ends the thread, because Go ends the thread of a goroutine
+// that returns locked. Restoring is better, because a process's main thread cannot end. If the main
+// thread stayed in fn's namespace, /proc would show the whole process there. A panic of fn is
+// passed to the caller.
 func onThread(fn func() error) error {
 	done := make(chan task.Outcome, 1)
 	go func() {

@@ -18,7 +18,7 @@ import (
 	"berth/internal/host"
 )
 
-// Adjustment holds the changes of plugins to a new container, except limits, which are an Update.
+// Adjustment holds the changes of plugins to a new container, except limits. Limits are an Update.
 // It is immutable. Records contain it as a JSON string. A nil Adjustment changes nothing.
 type Adjustment struct{ adjust *api.ContainerAdjustment }
 
@@ -77,7 +77,7 @@ type Node struct {
 	// Sysctl returns the dotted name of a sysctl, or the reason why the container may not set it to
 	// value.
 	Sysctl func(name, value string) (string, error)
-	// CDI adds CDI devices to a spec; nil: CDI is not available.
+	// CDI adds CDI devices to a spec. It is nil if CDI is not available.
 	CDI func(spec *specs.Spec, names []string) error
 }
 
@@ -215,7 +215,7 @@ func applyDeviceRules(spec *specs.Spec, rules []*api.LinuxDeviceCgroup) {
 // applyNetDevices moves network devices of the host into the container's network namespace, which
 // must not be the host's.
 func applyNetDevices(spec *specs.Spec, devices map[string]*api.LinuxNetDevice) {
-	for name := range devices { // removals first: a plugin may add the device again
+	for name := range devices { // removals come first, because a plugin may add the device again
 		if key, removed := api.IsMarkedForRemoval(name); removed {
 			delete(spec.Linux.NetDevices, key)
 		}
@@ -263,9 +263,9 @@ func applySeccomp(spec *specs.Spec, policy *api.LinuxSeccomp) {
 }
 
 func applySysctl(spec *specs.Spec, sysctl map[string]string, node Node) error {
-	for name := range sysctl { // removals first: a plugin may set the sysctl again
+	for name := range sysctl { // removals come first, because a plugin may set the sysctl again
 		if key, removed := api.IsMarkedForRemoval(name); removed {
-			if dotted, err := node.Sysctl(key, ""); err == nil { // otherwise the spec does not have it
+			if dotted, err := node.Sysctl(key, ""); err == nil { // otherwise the spec does not have the sysctl
 				delete(spec.Linux.Sysctl, dotted)
 			}
 		}
@@ -303,7 +303,8 @@ func applyCDI(spec *specs.Spec, devices []*api.CDIDevice, node Node) error {
 	return nil
 }
 
-// applyMounts replaces mounts by destination and sorts each after the mounts that contain it.
+// applyMounts replaces mounts with the same destination. It sorts each mount after the mounts that
+// contain it.
 func applyMounts(spec *specs.Spec, mounts []*api.Mount) error {
 	for _, m := range mounts {
 		destination, removed := m.IsMarkedForRemoval()

@@ -18,7 +18,7 @@ type Pod struct {
 	NetNS       string // path; empty on the host's network
 	CgroupsPath string
 
-	WantedOverhead, WantedResources *runtimeapi.LinuxContainerResources // for UpdatePod; Config has the current ones
+	WantedOverhead, WantedResources *runtimeapi.LinuxContainerResources // for UpdatePod; Config has the current limits
 }
 
 // Container describes a container to plugins.
@@ -30,8 +30,8 @@ type Container struct {
 	ExitCode                         int32
 	Reason, Message                  string
 	PID                              int
-	Resources                        *runtimeapi.LinuxContainerResources // current ones
-	RuntimeSpec                      *specs.Spec                         // may have only Process
+	Resources                        *runtimeapi.LinuxContainerResources // the current limits
+	RuntimeSpec                      *specs.Spec                         // may have only the field Process
 	Adjustment                       *Adjustment                         // changes of plugins at creation; may be nil
 }
 
@@ -106,7 +106,7 @@ func (c *Container) annotations() map[string]string {
 	if all == nil && len(changes) > 0 {
 		all = make(map[string]string)
 	}
-	for key := range changes { // removals first: a plugin may set the annotation again
+	for key := range changes { // removals come first, because a plugin may set the annotation again
 		if name, removed := api.IsMarkedForRemoval(key); removed {
 			delete(all, name)
 		}

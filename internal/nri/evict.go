@@ -30,8 +30,8 @@ type evictions struct {
 
 type evictionsKey struct{}
 
-// withEvictions returns a context that collects evictions from requests to plugins, and from
-// requests of plugins.
+// withEvictions returns a context that collects evictions: those in plugins' answers to requests,
+// and those in plugins' own requests.
 func withEvictions(ctx context.Context) (context.Context, *evictions) {
 	e := &evictions{}
 	return context.WithValue(ctx, evictionsKey{}, e), e

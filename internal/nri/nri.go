@@ -27,7 +27,7 @@
 // (TestPlugins). The limit arrives in adjustments and in unsolicited updates of a plugin.
 //
 // Plugin programs that berth started are reaped when they exit, even if they never registered, and
-// Close kills them. If the daemon is killed, a hanging program survives; other programs exit when
+// Close kills them. If the daemon is killed, a hanging program survives. Other programs exit when
 // their connection closes.
 package nri
 
@@ -87,7 +87,7 @@ type Update struct {
 	Limits        *Limits                             // limits that CRI has no field for
 	IgnoreFailure bool                                // if it fails, the creation of the container continues
 
-	Evict  bool   // stop the container; no other field but Reason is set
+	Evict  bool   // stop the container; no other field except Reason is set
 	Reason string // the plugin's reason for the eviction
 }
 
@@ -101,7 +101,7 @@ type Plugins struct {
 	runtime    Runtime
 	timeout    atomic.Int64 // of a request, a time.Duration
 	count      atomic.Int32 // registered plugins
-	starting   atomic.Bool  // Start runs; plugins may not be counted yet
+	starting   atomic.Bool  // Start is running, so plugins may not be counted yet
 
 	own *task.Lifetime // runs the work after a synchronization and in Start; Close waits for it
 }
@@ -157,9 +157,9 @@ func validatorConfig(cfg Config) *validator.DefaultValidatorConfig {
 }
 
 // Start starts the plugins of PluginDir, reports all objects of rt to them, and then accepts
-// external ones. A plugin that fails to start is logged and skipped. Each may take the registration
-// timeout and two request timeouts. Start fails if the directory or socket is unusable, or if ctx
-// ends. Then the caller must call Close.
+// external plugins. A plugin that fails to start is logged and skipped. Each may take the
+// registration timeout and two request timeouts. Start fails if the directory or socket is
+// unusable, or if ctx ends. Then the caller must call Close.
 func (p *Plugins) Start(ctx context.Context, rt Runtime) error {
 	p.runtime = rt
 	started := make(chan error, 1)
@@ -199,8 +199,8 @@ func (p *Plugins) checkSocket() error {
 // closeTimeout limits how long Close waits for running updates and killed programs.
 const closeTimeout = 5 * time.Second
 
-// Close kills the plugins that Start started, accepts no others, and waits up to closeTimeout for
-// the updates that plugins requested. If Start was canceled, its remaining work ends with the
+// Close kills the plugins that Start has started, accepts no others, and waits up to closeTimeout
+// for updates that plugins have requested. If Start was canceled, its remaining work ends with the
 // process.
 func (p *Plugins) Close() {
 	p.own.Close()
@@ -224,7 +224,7 @@ func (p *Plugins) Hold() (release func(), active bool) {
 }
 
 // synchronize reports all objects to a new plugin. Updates that the plugin requests in return are
-// applied after its registration, because they may need a lock whose holder waits for the
+// applied after its registration, because such an update may need a lock whose holder waits for the
 // registration.
 func (p *Plugins) synchronize(ctx context.Context, tell adaptation.SyncCB) (err error) {
 	defer p.recovered("Synchronize", "a new plugin", &err) // a panic in the library's goroutine would end the daemon
@@ -253,9 +253,9 @@ func (p *Plugins) SetRequestTimeout(timeout time.Duration) {
 	adaptation.SetPluginRequestTimeout(timeout)
 }
 
-// unsolicited applies updates that a plugin sends without a request. It returns the failed ones. An
-// update fails when it waits for a lock longer than half the request timeout, because the lock's
-// holder may be waiting for that plugin.
+// unsolicited applies updates that a plugin sends without a request. It returns the failed ones. If
+// an update waits for a lock longer than half the request timeout, it fails, because the lock's
+// holder may be waiting for the plugin.
 func (p *Plugins) unsolicited(ctx context.Context,
 	updates []*api.ContainerUpdate) (failed []*api.ContainerUpdate, err error) {
 	ctx, cancel := context.WithTimeout(ctx, time.Duration(p.timeout.Load())/2)
@@ -399,11 +399,11 @@ func (p *Plugins) Container(ctx context.Context, event ContainerEvent, pod *Pod,
 	return p.newUpdates(updates)
 }
 
-// CreateContainer requests changes of a new container from the plugins, including its limits, and
-// updates and evictions of others.
+// CreateContainer asks the plugins for changes of a new container, including its limits. Plugins
+// can also request updates and evictions of other containers.
 //
-// Errors: Aborted if a plugin refuses the container, or plugins contradict each other;
-// Unimplemented and InvalidArgument as from Check.
+// The error is Aborted if a plugin refuses the container, or if plugins contradict each other. It
+// is Unimplemented or InvalidArgument as from Check.
 func (p *Plugins) CreateContainer(ctx context.Context, pod *Pod, c *Container) (*Adjustment, Update, []Update, error) {
 	container := c.api()
 	env := container.Env
@@ -441,7 +441,7 @@ func addRemovals(adjust *api.ContainerAdjustment, before, after []string) {
 }
 
 // UpdateContainer requests changes of an update from the plugins. It returns the update to apply to
-// the container, and updates and evictions of others.
+// the container, and updates and evictions of other containers.
 func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container,
 	wanted *runtimeapi.LinuxContainerResources) (Update, []Update, error) {
 	own := Update{ContainerID: c.ID, Resources: wanted}
@@ -470,8 +470,8 @@ func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container,
 	return own, append(others, evicted.updates()...), nil
 }
 
-// relay sends one request to the plugins. The library parses the plugins' answers; relay turns its
-// panics into errors of this request.
+// relay sends one request to the plugins. The library parses the plugins' answers. If it panics,
+// relay returns an error for this request.
 func (p *Plugins) relay(ctx context.Context, request, object string, do func() error) (err error) {
 	defer p.recovered(request, object, &err)
 	defer p.cfg.Waits.Begin("NRI "+request, object)()
@@ -481,8 +481,8 @@ func (p *Plugins) relay(ctx context.Context, request, object string, do func() e
 	if ctx.Err() != nil {
 		return fmt.Errorf("NRI %s of %s: %w", request, object, err)
 	}
-	// The code of the plugin, or of its timeout, would mislead: kubelet would apply a NotFound to
-	// the container.
+	// The gRPC code of the plugin, or of its timeout, is replaced. kubelet would otherwise apply a
+	// NotFound to the container.
 	return errdefs.New(codes.Aborted, "NRI %s of %s: %w", request, object, err)
 }
 

@@ -19,9 +19,9 @@ import (
 // library (0.12.5) waits only for programs that it stops. A program that exits before it registers
 // would stay a zombie. A program that closes its connection early would run forever.
 //
-// The library does not report PIDs. It launches the programs on the thread that calls Start, so
-// they are the new children of that thread. The thread is locked, so no other goroutine's children
-// are among them.
+// The library does not report PIDs. The library launches the programs on the thread that calls
+// Start, so they are the new children of this thread. The thread is locked, so it starts no
+// children for other goroutines.
 func (p *Plugins) startLibrary() error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -60,7 +60,7 @@ func childrenOfThread() ([]int, error) {
 }
 
 // adopt reaps a plugin's program when it exits, and kills it when p is closed. The library may reap
-// it first; adopt ignores that.
+// the program first. adopt ignores that.
 func (p *Plugins) adopt(pid int) {
 	process, err := pidfd.Open(pid)
 	if errors.Is(err, os.ErrProcessDone) {

@@ -9,7 +9,7 @@ import (
 )
 
 // Limits are limits that plugins set and that have no CRI field. nil: not set.
-// Limits are limits that plugins set and CRI has no field for. nil: not set.
+// Limits are limits that plugins set and CRI has no field for. A nil field is not set.
 type Limits struct {
 	Pids              *int64 `json:"pids,omitempty"` // -1: unlimited
 	MemoryReservation *int64 `json:"memoryReservation,omitempty"`
@@ -54,7 +54,7 @@ func (l *Limits) AddTo(resources *specs.LinuxResources) {
 func (p *Plugins) newUpdates(list []*api.ContainerUpdate) ([]Update, error) {
 	var updates []Update
 	for _, u := range list {
-		if u == nil { // the updated container itself, if no plugin changed it
+		if u == nil { // the updated container itself, if no plugin has changed it
 			continue
 		}
 		update, err := newUpdate(u)
@@ -84,8 +84,9 @@ func newUpdate(u *api.ContainerUpdate) (Update, error) {
 	}, err
 }
 
-// toCRI splits resources into those with a CRI field and the others. Zero means "not set" in both.
-// It refuses a limit that cgroup v2 does not have, or a class that berth does not configure.
+// toCRI splits resources into those that have a CRI field and the others. Zero means "not set" in
+// both parts. It refuses a limit that cgroup v2 does not have, or a class that berth does not
+// configure.
 func toCRI(r *api.LinuxResources) (*runtimeapi.LinuxContainerResources, *Limits, error) {
 	if err := refuseLimits(r); err != nil {
 		return nil, nil, err

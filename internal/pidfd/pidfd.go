@@ -19,7 +19,7 @@ import (
 
 // Open returns a pidfd of the process pid, which must lead its thread group and be visible in the
 // caller's PID namespace. The error wraps os.ErrProcessDone if no such process exists, or if its ID
-// belongs to a thread of another process by now.
+// now belongs to a thread of another process.
 func Open(pid int) (*os.File, error) {
 	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
 	if errors.Is(err, unix.EINVAL) { // PIDFD_NONBLOCK is Linux 5.10
@@ -27,7 +27,8 @@ func Open(pid int) (*os.File, error) {
 	}
 	switch {
 	case errors.Is(err, unix.ESRCH), errors.Is(err, unix.ENOENT) && pid > 0, errors.Is(err, unix.EINVAL) && pid > 0:
-		// The last two mean a thread that leads no group: EINVAL before Linux 6.15, ENOENT since.
+		// EINVAL and ENOENT mean a thread that does not lead its thread group: EINVAL before Linux
+		// 6.15, and ENOENT since then.
 		return nil, fmt.Errorf("open pidfd of %d: %w", pid, os.ErrProcessDone)
 	case err != nil:
 		return nil, fmt.Errorf("open pidfd of %d: %w", pid, err)
@@ -57,14 +58,14 @@ func FromFD(fd int) (*os.File, error) {
 }
 
 // OpenVerified is Open for a process identified by pid and start time (see StartTime). The error
-// wraps os.ErrProcessDone if that process has exited or its pid belongs to another one.
+// wraps os.ErrProcessDone if the process has exited, or if its pid belongs to another process.
 func OpenVerified(pid int, starttime uint64) (*os.File, error) {
 	f, err := Open(pid)
 	if err != nil {
 		return nil, err
 	}
 	// While the pidfd is open the kernel does not reuse the pid. The start time shows whether the
-	// kernel had reused it before.
+	// kernel has reused the pid.
 	got, err := StartTime(pid)
 	if err == nil && got != starttime {
 		err = fmt.Errorf("pid %d started at tick %d, not %d: %w", pid, got, starttime, os.ErrProcessDone)
@@ -81,7 +82,7 @@ func Wait(ctx context.Context, f *os.File) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	// A shared file has only one read lock and one deadline, so use a duplicate.
+	// A shared file has only one read lock and one deadline, so each Wait uses a duplicate.
 	own, err := dup(f)
 	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) {
 		return pollUntilExit(ctx, f)
@@ -120,8 +121,8 @@ func Wait(ctx context.Context, f *os.File) error {
 // pollPause is the polling interval for a process when no descriptor was free for waiting.
 const pollPause = 100 * time.Millisecond
 
-// pollUntilExit is Wait without a duplicate descriptor. It polls the process, because an unreaped
-// child would stay a zombie.
+// pollUntilExit is Wait, but does not duplicate the descriptor. It polls the process, because an
+// unreaped child would stay a zombie.
 func pollUntilExit(ctx context.Context, f *os.File) error {
 	for {
 		done, err := Exited(f)
@@ -158,8 +159,8 @@ func reapUntil(ctx context.Context, f *os.File) error {
 	}
 }
 
-// control is f's Control with an error that wraps os.ErrClosed if f is closed. The poller's error
-// does not.
+// control calls Control on f. If f is closed, the error wraps os.ErrClosed. The poller's error does
+// not.
 func control(f *os.File, do func(fd uintptr)) error {
 	conn, err := f.SyscallConn()
 	if err != nil {
@@ -192,8 +193,8 @@ func Ended(f *os.File) (bool, error) {
 	return done, pollErr
 }
 
-// Signal sends sig to the process. The error wraps os.ErrProcessDone if it is
-// gone, os.ErrClosed if f is closed.
+// Signal sends sig to the process. The error wraps os.ErrProcessDone if the process does not exist
+// any more, and os.ErrClosed if f is closed.
 func Signal(f *os.File, sig unix.Signal) error {
 	var sendErr error
 	if err := control(f, func(fd uintptr) { sendErr = unix.PidfdSendSignal(int(fd), sig, nil, 0) }); err != nil {
@@ -284,8 +285,8 @@ func Executed(pid int) (executed, runnable bool, err error) {
 	return executed, runnable, nil
 }
 
-// forkNoExec is PF_FORKNOEXEC: the process was forked and has not executed a program. ps shows it
-// in column F.
+// forkNoExec is PF_FORKNOEXEC: the process was forked and has not executed a program. The column F
+// of ps shows this flag.
 const forkNoExec = 0x40
 
 // parseExecuted reads fields 3 and 9.

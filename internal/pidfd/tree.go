@@ -10,11 +10,11 @@ import (
 )
 
 // KillTree kills a child of the caller, whose pidfd is fd, and all its descendants. It finds them
-// through /proc once, at the start. A process whose parent has exited is a descendant of the
-// process that adopted it.
+// through /proc once, at the start. A process whose parent has exited counts as a descendant of the
+// process that has adopted it.
 func KillTree(pid int, fd *os.File) error {
 	below, err := Below(pid)
-	// Kill the root first, so that it does not react to the exit of a child.
+	// The root is killed first, so that it does not react to the exit of a child.
 	if killErr := Signal(fd, unix.SIGKILL); killErr != nil && !errors.Is(killErr, os.ErrProcessDone) {
 		err = errors.Join(err, killErr)
 	}

@@ -80,10 +80,10 @@ func (t Thread) stopped(pid int) bool {
 	return t.State == 'T' || t.State == 't' || t.InFreezer(pid)
 }
 
-// InFreezer reports whether its cgroup has frozen the thread. In a stat file, a thread frozen on
-// cgroup v1 has the state of one that waits for a disk, and on v2 of a sleeping one. Only the
-// kernel function where it sleeps differs. Compilers inline v2's function into get_signal, which
-// sleeps for no other reason.
+// InFreezer reports whether its cgroup has frozen the thread. In a stat file, a thread that is
+// frozen on cgroup v1 has the state of a thread that waits for a disk. On v2 it has the state of a
+// sleeping thread. Only the kernel function in which it sleeps shows the difference. Compilers
+// inline v2's function into get_signal, which sleeps for no other reason.
 func (t Thread) InFreezer(pid int) bool {
 	if t.State != 'D' && t.State != 'S' {
 		return false
@@ -112,7 +112,7 @@ func Threads(pid int) (threads []Thread, err error) {
 }
 
 // threadsEnded reports whether every thread in a directory /proc/PID/task has exited. It stops at
-// the first live one.
+// the first live thread.
 func threadsEnded(dir string) (bool, error) {
 	dead := true
 	err := eachThread(dir, func(t Thread) bool {

@@ -19,8 +19,8 @@ func (l Layer) mounted() (*os.File, error) {
 	return openDir(l.Path)
 }
 
-// mountImage mounts an EROFS image from its file (Linux 6.12), detached. It duplicates the layer's
-// Mount if that is set, because each further mount of the file would be a separate filesystem with
+// mountImage mounts an EROFS image from its file (Linux 6.12), detached. If the layer's Mount is
+// set, it duplicates the mount. Each further mount of the file would be a separate filesystem with
 // a separate page cache.
 func (l Layer) mountImage() (*os.File, error) {
 	if l.Mount != nil {
@@ -61,7 +61,7 @@ func (l Layer) mountImage() (*os.File, error) {
 
 // fileNames are files that are open because their paths are too long for fsconfig(2). Their names
 // are their descriptor numbers, relative to /proc/self/fd. Containers see an image's name in their
-// mount table; setByNumber explains why the name is relative.
+// mount table; see setByNumber for the reason why the name is relative.
 type fileNames []*os.File
 
 func (n *fileNames) set(fsfd int, option, path string) error {

@@ -18,14 +18,14 @@ import (
 // container. In its work directory overlayfs writes as the host's root, which has no ID on an
 // ID-mapped mount.
 //
-// IDMap needs Linux 5.19: overlayfs on ID-mapped layers.
+// IDMap needs Linux 5.19, for overlayfs on ID-mapped layers.
 type IDMap struct {
 	UserNS string `json:"userns"` // path of the namespace
 	userns.Mappings
 }
 
 // Owner returns the IDs on the host of a file that belongs to a user and a group of the namespace.
-// Without a mapping, which nil stands for, they are the same.
+// If m is nil, there is no mapping, and the IDs stay the same.
 func (m *IDMap) Owner(uid, gid uint32) (hostUID, hostGID int) {
 	if m == nil {
 		return int(uid), int(gid)
@@ -119,7 +119,8 @@ func overlayOnStack(dirs *dirs, place string) (mount *os.File, err error) {
 }
 
 // cloneMapped returns a private bind mount of an open file, usually a directory, with the mapping
-// of ns. The file's name is not the path, because the path leads to the original mount (setDir).
+// of ns. The mount's file must not be opened by its path, because the path leads to the original
+// mount (setDir).
 func cloneMapped(source, ns *os.File, attributes uint64) (*os.File, error) {
 	path := source.Name()
 	fd, err := unix.OpenTree(int(source.Fd()), "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)

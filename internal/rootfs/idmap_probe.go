@@ -13,8 +13,8 @@ import (
 	"berth/internal/userns"
 )
 
-// ProbeUserNamespace returns an error unless containers can run in user namespaces: the kernel must
-// create one, and ProbeIDMap must succeed. userns.With runs the program holder.
+// ProbeUserNamespace returns an error unless containers can run in user namespaces. The kernel must
+// create such a namespace, and ProbeIDMap must succeed. userns.With runs the program holder.
 func ProbeUserNamespace(holder, dir string) error {
 	ids := []specs.LinuxIDMapping{{ContainerID: 0, HostID: 1 << 16, Size: 1 << 16}} // kubelet's first range
 	mappings := userns.Mappings{UIDs: ids, GIDs: ids}

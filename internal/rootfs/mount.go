@@ -23,15 +23,14 @@ const MaxLayers = 500
 // kernel configurations and module parameters change the defaults.
 //
 //   - volatile (Linux 5.10): no sync of the upper filesystem on fsync or unmount.
-//     Without it, each ending container makes the kernel write back the whole
-//     filesystem (sync_filesystem in overlayfs' put_super) and all others wait.
-//     Nothing is lost: a container's upper layer is never used after the boot it
-//     was created in. See mark.go about the marker against a second mount.
-//   - metacopy=off, redirect_dir=nofollow: no extended attribute of a lower layer
-//     may redirect overlayfs to another file. image/layer drops such attributes; this
-//     is a second safeguard. Both features would save copies when a container changes
-//     the owner of a large file or renames a directory, but the upper layer would
-//     depend on them.
+//     Otherwise the end of each container would make the kernel write back the whole filesystem
+//     (sync_filesystem in overlayfs' put_super), and all other containers would wait. No data is
+//     lost, because a container's upper layer is never used after the boot in which it was created.
+//     See mark.go about the marker against a second mount.
+//   - metacopy=off, redirect_dir=nofollow: no extended attribute of a lower layer may redirect
+//     overlayfs to another file. This is a second safeguard, because package image/layer drops such
+//     attributes. Both features would save copies when a container changes the owner of a large
+//     file or renames a directory, but the upper layer would depend on them.
 //   - index=off: an index ties the upper layer to the inodes of its lower layers and
 //     refuses layers that were fetched again (ESTALE).
 //
@@ -62,11 +61,11 @@ func (o option) String() string {
 }
 
 // Mount mounts the root filesystem, detached. Attach attaches it to a path. The mount ends when its
-// last descriptor is closed. It is private (no propagation), and read-only without Upper. Mount
-// needs Linux 5.10. Before 6.7 it uses a temporary thread with a separate mount namespace.
+// last descriptor is closed. It is private (no propagation). It is read-only if there is no Upper.
+// Mount needs Linux 5.10. Before 6.7 it uses a temporary thread with a separate mount namespace.
 //
 // The error wraps errors.ErrUnsupported if a layer's kind has no driver or the kernel has no
-// overlayfs. It wraps fs.ErrInvalid for a Spec without layers or with more than MaxLayers.
+// overlayfs. It wraps fs.ErrInvalid for a Spec with no layers or with more than MaxLayers.
 func (s Spec) Mount() (*os.File, error) {
 	if err := s.check(); err != nil {
 		return nil, err
@@ -194,7 +193,7 @@ func (s Spec) check() error {
 }
 
 // isSingle reports whether the root consists of one layer only. overlayfs refuses to mount it,
-// because it requires two lower layers or an upper one.
+// because it requires two lower layers or an upper layer.
 func (s Spec) isSingle() bool { return len(s.Layers) == 1 && s.Upper == "" }
 
 // hasImage reports whether a layer is an EROFS image.
@@ -235,7 +234,7 @@ func (s Spec) mountOverlay() (*os.File, error) {
 }
 
 // overlayOf mounts an overlay with the option "lowerdir+" (Linux 6.7), which takes one layer per
-// call. So no separator must be escaped, and the options need not fit in one page.
+// call. So separators need not be escaped, and the options need not fit in one page.
 func overlayOf(dirs *dirs) (*os.File, error) { return overlayWith(dirs, setDir) }
 
 // dirSetter sets an option of a filesystem context to a directory.
@@ -285,9 +284,9 @@ func configure(fsfd int, dirs *dirs, setDir dirSetter) error {
 }
 
 // setDir sets an option to a directory. The container's /proc/PID/mounts shows the value, so setDir
-// prefers a path, which helps operators. It passes a descriptor for directories without a usable
-// path: detached mounts, paths longer than a string of fsconfig(2), and paths with characters that
-// overlayfs unescapes.
+// prefers a path, which helps operators. It passes a descriptor for directories that have no usable
+// path. These are detached mounts, paths that are too long for fsconfig(2), and paths with
+// characters that overlayfs unescapes.
 func setDir(fsfd int, key string, dir *os.File) error {
 	if path := dir.Name(); len(path) < maxOption && filepath.IsAbs(path) && !strings.ContainsAny(path, `\,:`) {
 		return unix.FsconfigSetString(fsfd, key, path)
@@ -383,7 +382,7 @@ func (d *dirs) writable() []dirOption {
 	return []dirOption{{"upperdir", d.upper}, {"workdir", d.work}}
 }
 
-// options returns the options without a directory as value.
+// options returns the options whose value is no directory.
 func (d *dirs) options() []option {
 	all := options
 	if d.upper != nil {

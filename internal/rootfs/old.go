@@ -10,12 +10,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mountOld implements Mount with mount(2), for kernels whose overlayfs lacks "lowerdir+" (before
-// Linux 6.7) or that cannot change detached mounts (before 5.12). mount(2) needs a mount point.
-// mountOld mounts in the mount namespace of a temporary thread and keeps a detached copy of the
-// mount.
+// mountOld implements Mount with mount(2). It is for kernels before Linux 6.7, whose overlayfs
+// lacks "lowerdir+", and before 5.12, which cannot change detached mounts. mount(2) needs a mount
+// point. mountOld mounts in the mount namespace of a temporary thread and keeps a detached copy of
+// the mount.
 func (s Spec) mountOld() (mount *os.File, err error) {
-	place := s.Layers[len(s.Layers)-1].Path // any directory: only this thread sees the mount
+	place := s.Layers[len(s.Layers)-1].Path // any directory, because only this thread sees the mount
 	err = onThread(unix.CLONE_NEWNS|unix.CLONE_FS, func() error {
 		if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 			return fmt.Errorf("make mount namespace private: %w", err)
@@ -102,7 +102,7 @@ func onThread(flags int, f func() error) error {
 		runtime.LockOSThread()
 		if unix.Gettid() == unix.Getpid() {
 			// The Go runtime never ends the main thread, and /proc/self describes the main thread.
-			// Keep it busy here, so that the goroutine runs on another thread.
+			// This thread is kept busy here, so that the goroutine runs on another thread.
 			result <- onThread(flags, f)
 			runtime.UnlockOSThread()
 			return

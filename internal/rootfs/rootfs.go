@@ -11,8 +11,8 @@ type Kind string
 const (
 	// Directory is a layer extracted into a directory, with whiteouts in overlayfs' form.
 	Directory Kind = "directory"
-	// EROFS is a layer, or several merged ones, in the form of an EROFS image file and separate
-	// data files.
+	// EROFS is an EROFS image file with separate data files. It is a layer, or several merged
+	// layers.
 	EROFS Kind = "erofs"
 )
 
@@ -36,7 +36,8 @@ type Spec struct {
 	Label  string  `json:"label,omitempty"` // SELinux label of all files, for overlays; empty: the files keep their labels
 	IDMap  *IDMap  `json:"idMap,omitempty"` // for MountAt and MakeUpper: the mapping of the user namespace; nil: no mapping
 
-	// Keep are files that must stay open as long as a process uses the root filesystem: those of
-	// lazy.Engine.Keep, if a layer is incomplete. Empty: none. Their owner is the Engine.
+	// Keep are files that must stay open as long as a process uses the root filesystem. If a layer
+	// is incomplete, they are the files of fill.Engine.Keep. Otherwise there are none. Their owner
+	// is the Engine.
 	Keep []*os.File `json:"-"`
 }

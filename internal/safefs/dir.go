@@ -27,7 +27,7 @@ type Dir struct {
 }
 
 // OpenDir opens the directory at path inside root without following any symlink. It returns ELOOP
-// if path contains one.
+// if path contains a symlink.
 func OpenDir(root *os.File, path string) (*Dir, error) {
 	clean := Clean(path)
 	fd, err := openBeneath(root, clean)
@@ -47,9 +47,9 @@ type Maker struct {
 	// the entry or replace it with a directory. Then it returns nil, and the walk continues. An
 	// error ends the walk.
 	Blocked func(dir *Dir, name string, st *unix.Stat_t) error
-	// Step, if set, is called for each step of a walk with its cost: 1 for looking up a name. Even
-	// a short path can take tens of thousands of steps through forty symlinks. An error ends the
-	// walk.
+	// Step, if set, is called for each step of a walk with its cost. A lookup of a name costs 1.
+	// Even a short path can take tens of thousands of steps through forty symlinks. An error ends
+	// the walk.
 	Step func(cost int) error
 }
 
@@ -77,8 +77,8 @@ func (m Maker) ResolveDir(root *os.File, path string) (*Dir, error) {
 }
 
 // Resolve returns the path to which path leads inside root, without symlinks. It keeps the missing
-// names at the end. The error is ENOTDIR for a path to a file or through one, and ENOENT for ".."
-// below a missing name.
+// names at the end. The error is ENOTDIR if the path leads to or through a file, and ENOENT for
+// ".." below a missing name.
 func (m Maker) Resolve(root *os.File, path string) (string, error) {
 	w := walk{Maker: m, root: root, rest: split(path), existing: true}
 	dir, err := w.run()
@@ -132,8 +132,8 @@ func openBeneath(root *os.File, clean string) (int, error) {
 }
 
 // walk resolves a path component by component. It opens each component relative to the previous
-// directory and without following symlinks. This is the only way to find the path without symlinks,
-// and to continue through a symlink with a missing target.
+// directory, and follows no symlink by itself. This is the only way to find the path without
+// symlinks, and to continue through a symlink with a missing target.
 type walk struct {
 	Maker
 	root     *os.File
@@ -175,7 +175,7 @@ func (w *walk) charge(cur *Dir, name string) error {
 	}
 	cost := 1
 	if name == ".." { // ".." is resolved again from the root
-		const quick = 32 // number of names that the kernel resolves in the time of one step here
+		const quick = 32 // number of names that the kernel resolves in the time of one step of this walk
 		cost += strings.Count(cur.path, "/") / quick
 	}
 	return w.Step(cost)
@@ -479,7 +479,7 @@ func (d *Dir) ChmodNode(name string, mode uint32) error {
 func (d *Dir) Utimes(name string, atime, mtime unix.Timespec) error {
 	ts := []unix.Timespec{atime, mtime}
 	if name == "" {
-		// utimensat with an empty path is Linux 5.8; the magic link works on all kernels.
+		// utimensat accepts an empty path since Linux 5.8. The magic link works on all kernels.
 		if err := unix.UtimesNanoAt(unix.AT_FDCWD, d.proc(), ts, 0); err != nil {
 			return d.err("set times", "", err)
 		}
@@ -531,7 +531,7 @@ func (d *Dir) Listxattr(name string) ([]string, error) {
 }
 
 // xattrPath names an entry for the l*xattr calls, which take no dirfd before Linux 6.13. "/." makes
-// them follow the magic link to the directory.
+// the system calls follow the magic link to the directory.
 func (d *Dir) xattrPath(name string) string {
 	if name == "" {
 		name = "."
@@ -574,7 +574,7 @@ func (d *Dir) proc() string { return procFD(d.fd) }
 var descriptors = "/proc/self/fd/"
 
 // DescriptorsIn sets the path of /proc/self/fd for a process without /proc. The path ends with a
-// slash; "" means the working directory. Call it before other functions of this package.
+// slash; "" means the working directory. It must be called before other functions of this package.
 func DescriptorsIn(dir string) { descriptors = dir }
 
 func procFD(fd int) string { return descriptors + strconv.Itoa(fd) }

@@ -15,10 +15,10 @@ import (
 // openLevels is how many directories of a tree are open at a time.
 const openLevels = 64
 
-// RemoveAll removes the tree at path, however deep it is. The parent directory must be trusted; the
-// tree may be hostile. os.RemoveAll would hold a descriptor for each level, and a process can nest
-// directories until its disk is full. A missing path is no error. A removal that ctx ended, or that
-// failed, can be repeated. Until then, parts of the tree may have other names within path.
+// RemoveAll removes the tree at path, however deep it is. The parent directory must be trusted, but
+// the tree may be hostile. os.RemoveAll would hold a descriptor for each level, and a process can
+// nest directories until its disk is full. A missing path is no error. A removal that ctx ended, or
+// that failed, can be repeated. Until then, parts of the tree may have other names within path.
 func RemoveAll(ctx context.Context, path string) error {
 	parent, err := os.Open(filepath.Dir(path))
 	if errors.Is(err, os.ErrNotExist) {

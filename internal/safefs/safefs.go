@@ -1,5 +1,5 @@
-// Package safefs opens and creates files below a directory with untrusted content: a container's
-// root, an image layer, a checkpoint.
+// Package safefs opens and creates files below a directory with untrusted content, such as a
+// container's root, an image layer or a checkpoint.
 //
 // # Contract
 //
@@ -24,8 +24,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrNotRegular is returned for a path that is not a regular file, but for example a directory, a
-// device or a FIFO.
+// ErrNotRegular is returned if a path is not a regular file, for example a directory, a device or a
+// FIFO.
 var ErrNotRegular = errors.New("not a regular file")
 
 // ErrTooLarge is returned by [ReadFile] for a file above the caller's limit.
@@ -35,7 +35,7 @@ var ErrTooLarge = errors.New("file is too large")
 const resolveInRoot = unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS
 
 // OpenRoot opens the directory at path, a trusted path of the host, as a root for the other
-// functions. The file is O_PATH: it can resolve paths, but it cannot be read.
+// functions. The file is opened with O_PATH, so it can resolve paths, but cannot be read.
 func OpenRoot(path string) (*os.File, error) {
 	fd, err := openat2(unix.AT_FDCWD, path, unix.O_PATH|unix.O_DIRECTORY, 0, 0)
 	if err != nil {
@@ -54,7 +54,7 @@ func OpenHost(path string) (*os.File, error) {
 	return os.NewFile(uintptr(fd), path), nil
 }
 
-// Open opens path inside root with the given open(2) flags; mode has an effect only with O_CREAT.
+// Open opens path inside root with the given open(2) flags. mode has an effect only with O_CREAT.
 // Open adds O_CLOEXEC, and O_NONBLOCK so that it does not wait for a FIFO or a device. An empty
 // path means the root.
 //
@@ -152,7 +152,7 @@ func open(root *os.File, path string, flags int, mode uint32) (int, error) {
 		path = "."
 	}
 	if flags&unix.O_PATH == 0 {
-		flags |= unix.O_NONBLOCK // openat2 refuses it together with O_PATH
+		flags |= unix.O_NONBLOCK // openat2 refuses the flag together with O_PATH
 	}
 	if flags&unix.O_CREAT == 0 && flags&unix.O_TMPFILE != unix.O_TMPFILE {
 		mode = 0 // openat2 refuses a mode without O_CREAT
@@ -170,9 +170,9 @@ func open(root *os.File, path string, flags int, mode uint32) (int, error) {
 	return fd, openErr
 }
 
-// openat2 calls openat2(2) with close-on-exec. It repeats the call after a signal and after a race
-// with a rename: resolving ".." in a root fails with EAGAIN if any rename or mount on the machine
-// happened meanwhile.
+// openat2 calls openat2(2) with close-on-exec. It repeats the call after a signal, and after
+// EAGAIN. Resolving ".." in a root fails with EAGAIN if any rename or mount on the machine happened
+// meanwhile.
 func openat2(dir int, path string, flags int, mode uint32, resolve uint64) (int, error) {
 	const maxRaces = 128 // on a busy machine; openat2(2) advises to try again
 	how := unix.OpenHow{Flags: uint64(flags | unix.O_CLOEXEC), Mode: uint64(mode), Resolve: resolve}

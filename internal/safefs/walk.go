@@ -31,12 +31,12 @@ var ErrTooDeep = errors.New("directories are nested too deep")
 var ErrMoved = errors.New("a directory was moved during the walk")
 
 // Walk visits all entries below a directory, unordered. The tree may be hostile and may change
-// meanwhile. The walk never leaves it. Memory and descriptors are limited even for deep and wide
-// trees. One goroutine uses a Walk, which [NewWalk] starts, and must close it.
+// meanwhile. The walk never leaves the tree. Memory and descriptors are limited even for deep and
+// wide trees. One goroutine uses a Walk, which [NewWalk] starts, and must close it.
 //
 // At most walkOpen directories are open. Their ancestors are closed and opened again by file handle
-// (open_by_handle_at(2)), even if they were moved. On filesystems without handles they are opened
-// by "..", and [ErrMoved] reports a moved one.
+// (open_by_handle_at(2)), even if they were moved. If the filesystem has no handles, they are
+// opened by "..", and [ErrMoved] reports a moved directory.
 type Walk struct {
 	oneFilesystem bool
 	root          *os.File // for opening file handles
@@ -74,8 +74,8 @@ type Entry struct {
 	dir  int
 }
 
-// NewWalk starts a walk below root, a directory. With oneFilesystem it skips other filesystems
-// mounted in the tree.
+// NewWalk starts a walk below root, a directory. If oneFilesystem is set, it skips other
+// filesystems that are mounted in the tree.
 func NewWalk(root *os.File, oneFilesystem bool) (*Walk, error) {
 	fd, err := open(root, "", unix.O_RDONLY|unix.O_DIRECTORY, 0)
 	if err != nil {
@@ -111,7 +111,7 @@ func (w *Walk) Close() error {
 }
 
 // Changed reports whether a directory has changed since the walk started. Then the walk may have
-// missed files that moved from an unread directory to one that was read.
+// missed files that moved from an unread directory to a directory that was read.
 func (w *Walk) Changed() bool { return w.changed }
 
 // Incomplete returns why the walk skipped parts of the tree ([ErrTooDeep], [ErrMoved]), or nil. If
@@ -202,7 +202,7 @@ func (w *Walk) openDir(dir int, name string) (int, error) {
 	if w.oneFilesystem {
 		resolve = unix.RESOLVE_NO_XDEV
 	}
-	// Without O_NOATIME, access times would show other processes the position of the walk.
+	// O_NOATIME hides the position of the walk, which access times would show to other processes.
 	const flags = unix.O_RDONLY | unix.O_DIRECTORY | unix.O_NOFOLLOW | unix.O_NONBLOCK
 	fd, err := openat2(dir, name, flags|unix.O_NOATIME, 0, resolve)
 	if errors.Is(err, unix.EPERM) {

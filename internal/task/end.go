@@ -17,7 +17,7 @@ const (
 
 // End prevents new operations and waits for the work in progress until ctx ends. When it cancels
 // operations it calls leave, because cancellation does not interrupt all of their waits. The next
-// daemon continues unfinished operations and rollbacks. idle is false if operations remain; the
+// daemon continues unfinished operations and rollbacks. If operations remain, idle is false and the
 // error names them.
 func (r *Runner) End(ctx context.Context, leave func()) (idle bool, err error) {
 	r.Operations.Close()
@@ -28,7 +28,7 @@ func (r *Runner) End(ctx context.Context, leave func()) (idle bool, err error) {
 	if err = r.Operations.Wait(grace); err != nil {
 		err = fmt.Errorf("operations still in progress: %w", err)
 	}
-	_ = r.Background.Wait(grace) // most operations end at once; the check below repeats this for plugins, which take longer
+	_ = r.Background.Wait(grace) // most operations end at once; the check below is repeated for operations of plugins, which take longer
 	r.Operations.Cancel()
 	leave()
 	rollback, cancel := context.WithTimeout(ctx, operationsTimeout)

@@ -17,7 +17,7 @@ import (
 )
 
 // Timeout bounds one operation on a pod or container. kubelet's own deadline is four minutes for
-// RunPodSandbox and two for all other calls.
+// RunPodSandbox, and two minutes for all other calls.
 const Timeout = 4 * time.Minute
 
 // Runner starts operations and records their waits.
@@ -89,8 +89,8 @@ func (r *Runner) Guard(what, object string, op func() error) error {
 	return Guard(r.Log, what, object, op)
 }
 
-// Guard converts a panic of op to an Internal error and logs the stack, because the daemon must
-// continue to serve other pods. Goroutines that op starts need a separate guard.
+// Guard converts a panic of op to an Internal error and logs the stack. The daemon must continue to
+// serve other pods. Goroutines that op starts need a separate guard.
 func Guard(log *slog.Logger, what, object string, op func() error) (err error) {
 	defer func() {
 		if p := recover(); p != nil {

@@ -22,10 +22,10 @@ type Wait struct {
 // Overdue reports whether the wait exceeds its limit.
 func (w Wait) Overdue(now time.Time) bool { return w.Limit > 0 && now.Sub(w.Since) > w.Limit }
 
-// Waits is the set of current waits in all parts of the daemon: for other processes, plugins,
-// registries, disks, locks. Each waiter has a separate deadline. The limit here only determines
-// when the daemon reports a wait. The zero value is ready for use; a nil Waits records nothing. The
-// lock is held for map operations only.
+// Waits is the set of current waits in all parts of the daemon. The daemon may wait for other
+// processes, plugins, registries, disks or locks. Each waiter has a separate deadline. The limit
+// here only determines when the daemon reports a wait. The zero value is ready for use. A nil Waits
+// records no waits. The lock is held for map operations only.
 type Waits struct {
 	mu sync.Mutex
 	// +checklocks:mu
@@ -47,7 +47,7 @@ func (w *Waits) SetLimit(limit time.Duration) { w.limit.Store(int64(limit)) }
 // Begin records a wait. The caller calls end when the wait is over.
 func (w *Waits) Begin(what, object string) (end func()) { return w.begin(what, object, 0, false) }
 
-// BeginUpTo is Begin for a wait with a deadline: its limit is that deadline plus slack.
+// BeginUpTo is Begin for a wait with a deadline. The limit of the wait is its deadline plus slack.
 func (w *Waits) BeginUpTo(timeout time.Duration, what, object string) (end func()) {
 	return w.begin(what, object, max(timeout+slack, timeout), false) // max avoids an overflow
 }
@@ -121,7 +121,7 @@ func (w *Waits) PassedLimit() uint64 { return w.overdue.Load() }
 // LastCheck returns the time of Watch's last check.
 func (w *Waits) LastCheck() time.Time { return time.Unix(0, w.checked.Load()) }
 
-// CheckSoon makes Watch check within WatchPeriod, even without waits.
+// CheckSoon makes Watch check within WatchPeriod, even if there are no waits.
 func (w *Waits) CheckSoon() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -146,7 +146,7 @@ const WatchPeriod = time.Second
 const (
 	// maxStacks bounds the logged stacks, in bytes: about three hundred goroutines.
 	maxStacks = 256 << 10
-	// stacksPeriod is the minimum time between two logs of stacks. One cause delays many waits.
+	// stacksPeriod is the minimum time between two logs of stacks. One cause may delay many waits.
 	stacksPeriod = time.Minute
 )
 

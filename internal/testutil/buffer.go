@@ -1,4 +1,4 @@
-// Package testutil supports tests: checks, files, a mount namespace, and skips with a reason.
+// Package testutil supports tests with checks, files, a mount namespace, and skips with a reason.
 // contrib/test lists the skipped tests in its summary. Only test code imports this package.
 package testutil
 

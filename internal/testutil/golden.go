@@ -6,8 +6,7 @@ import (
 	"testing"
 )
 
-// Golden compares got with the file of that name in testdata. With update it writes the file
-// instead.
+// Golden compares got with the file of that name in testdata. If update is set, it writes the file.
 func Golden(t testing.TB, update bool, name, got string) {
 	t.Helper()
 	path := filepath.Join("testdata", name)

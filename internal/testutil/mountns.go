@@ -13,8 +13,8 @@ import (
 const inside = "BERTH_MOUNTTEST"
 
 // MainInMountNamespace runs the tests of m in a child process with a private mount namespace and
-// returns the exit code for TestMain. The tests' mounts end with the child. Without root it skips
-// all tests.
+// returns the exit code for TestMain. The tests' mounts end with the child. If the user is not
+// root, it skips all tests.
 func MainInMountNamespace(m *testing.M) int {
 	if os.Getenv(inside) != "" {
 		return m.Run()

@@ -31,8 +31,8 @@ func Eventually(t testing.TB, what string, holds func() bool) {
 	}
 }
 
-// Logger returns a logger for all levels that writes to the test's log. It drops what comes after
-// the end of the test: net/http's server logs connections after it was closed.
+// Logger returns a logger for all levels that writes to the test's log. It drops messages after the
+// end of the test, because net/http's server logs connections after it was closed.
 func Logger(t testing.TB) *slog.Logger {
 	return slog.New(slog.NewTextHandler(NewLogWriter(t), &slog.HandlerOptions{Level: slog.LevelDebug}))
 }

@@ -21,8 +21,8 @@ func NeedRoot(t testing.TB) {
 	}
 }
 
-// MainNeedsRoot ends a test binary whose TestMain needs root. The binary passes, and prints that it
-// ran no test.
+// MainNeedsRoot ends a test binary whose TestMain needs root. The test binary then exits with
+// success, and prints that it ran no test.
 func MainNeedsRoot() {
 	if os.Geteuid() != 0 {
 		fmt.Println("--- SKIP: all tests of this package\n    " + rootHint)
@@ -40,5 +40,5 @@ func Long(t testing.TB) {
 }
 
 // AllTests reports whether the complete suite runs. Otherwise tests that enumerate cases run a
-// selection of them, and log how many cases they left out.
+// selection of the cases, and log how many they have left out.
 func AllTests() bool { return os.Getenv(allVar) == "1" }

@@ -6,8 +6,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Now returns CLOCK_MONOTONIC in nanoseconds. Package time reads that clock without a system call
-// but hides its zero, which align determines once.
+// Now returns CLOCK_MONOTONIC in nanoseconds. Package time reads the same clock without a system
+// call. It hides the clock's zero, which align determines once.
 func Now() int64 { return clock.offset + int64(time.Since(clock.base)) }
 
 var clock = align()
@@ -26,7 +26,7 @@ func align() alignment {
 		var ts unix.Timespec
 		base := time.Now()
 		if unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) != nil {
-			return alignment{base: base} // every kernel has the clock; times within this process still compare
+			return alignment{base: base} // every kernel has the clock; otherwise times could still be compared within this process
 		}
 		if took := time.Since(base); took < least {
 			least, best = took, alignment{base: base, offset: ts.Nano() - int64(took)/2}

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// Operation is a trace in the form that verbose PodSandboxStatus (as JSON) and berth trace show.
+// Operation is a trace in the form that berth trace shows, and verbose PodSandboxStatus as JSON.
 type Operation struct {
 	Object    string    `json:"object,omitempty"` // the container's name; empty: the pod
 	Image     string    `json:"image,omitempty"`  // the pulled image, as requested
@@ -26,7 +26,7 @@ func (o Operation) Name() string {
 	return o.Spans[0].Name
 }
 
-// Took returns the operation's duration. ok is false while it runs.
+// Took returns the operation's duration. ok is false while the operation runs.
 func (o Operation) Took() (took time.Duration, ok bool) {
 	if len(o.Spans) == 0 {
 		return 0, true
@@ -57,12 +57,12 @@ type Shown struct {
 	Open  bool   `json:"open,omitempty"`
 }
 
-// Operation returns the trace in its shown form. object and attempt name the container.
+// Operation converts the trace. object and attempt name the container.
 func (t *Trace) Operation(object string, attempt uint32) Operation {
 	parts, missing := t.Parts()
 	o := Operation{Object: object, Attempt: attempt, Began: t.Began(), Monotonic: t.zero, Missing: missing}
 	o.Failure, _ = t.Failure()
-	within := make([][]int, len(parts)+1) // indexes of the children of each part, by index plus one
+	within := make([][]int, len(parts)+1) // indexes of the children of each part, by the part's index plus one
 	for i, p := range parts {
 		within[p.Parent+1] = append(within[p.Parent+1], i)
 	}

@@ -14,7 +14,7 @@ type Part struct {
 	Parent int   // index of the parent; -1: none
 	Began  int64 // nanoseconds since the operation started
 	Ended  int64
-	Open   bool // still running: Ended is the time of the reading
+	Open   bool // the span still runs, so Ended is the time of the reading
 }
 
 // parts reads a slab that other goroutines may still write. It skips a span whose fields are being
@@ -45,8 +45,9 @@ func (all *slab) parts(zero int64) (parts []Part, missing int) {
 	return parts, missing + max(taken-room, 0)
 }
 
-// pack encodes a slab compactly: the number of spans and of missing ones, and then the spans. Each
-// span has its name, parent, start relative to the previous span, and duration.
+// pack encodes a slab compactly. The encoding has the number of spans, the number of missing spans,
+// and then the spans. Each span has its name, parent, start relative to the previous span, and
+// duration.
 func pack(all *slab, zero int64) string {
 	parts, missing := all.parts(zero)
 	out := make([]byte, 0, 16*len(parts)+16)
@@ -95,8 +96,8 @@ func unpack(packed string) (parts []Part, missing int) {
 	return parts, missing
 }
 
-// Parts returns the spans recorded so far, the operation first and parents before children, and the
-// number of spans beyond the limit.
+// Parts returns the spans recorded so far, and the number of spans beyond the limit. The operation
+// is first, and parents precede children.
 func (t *Trace) Parts() (parts []Part, missing int) {
 	if all := t.slab.Load(); all != nil {
 		return all.parts(t.zero)

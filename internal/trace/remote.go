@@ -16,7 +16,7 @@ type Remote struct {
 // Valid reports whether r names a span.
 func (r Remote) Valid() bool { return r.TraceID != [16]byte{} && r.SpanID != [8]byte{} }
 
-// ParseRemote parses a traceparent header. It returns the zero value for an invalid one. Later
+// ParseRemote parses a traceparent header. It returns the zero value for an invalid span. Later
 // versions of the header may add fields but must keep these.
 func ParseRemote(header string) Remote {
 	fields := strings.Split(header, "-")

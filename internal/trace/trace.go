@@ -5,12 +5,12 @@
 //
 // Recording is always on, so it must be cheap. A span is a slot in a slab that its operation has
 // allocated, and two clock readings. Recording takes no lock, and allocates only a context for a
-// span with parts. An operation has room for MaxSpans, or MaxLargeSpans; further spans are counted
+// span with parts. An operation has room for MaxSpans or MaxLargeSpans. Further spans are counted
 // but not kept.
 //
-// A context carries the span that contains new spans. Without such a span nothing is recorded:
-// every function and every method of a nil *Span does nothing. Work that outlives its caller keeps
-// the trace with Carry.
+// A context carries the span that contains new spans. If the context has no span, nothing is
+// recorded. Every function then does nothing, and so does every method of a nil *Span. Work that
+// outlives its caller keeps the trace with Carry.
 //
 // When all holders have released a trace, it is packed into about fifteen bytes per span. Later
 // writes of remaining goroutines are lost, which is harmless.
@@ -29,8 +29,8 @@ import (
 // including the launcher's.
 const MaxSpans = 64
 
-// MaxLargeSpans is the maximum number of spans of an operation with many parts: a pull has about
-// four for each layer. The packed form limits it to 254.
+// MaxLargeSpans is the maximum number of spans of an operation with many parts. A pull has about
+// four spans for each layer. The packed form limits it to 254.
 const MaxLargeSpans = 240
 
 // maxFailure bounds the kept text of an error, in bytes.
@@ -46,7 +46,8 @@ type Trace struct {
 	slab    atomic.Pointer[slab]   // nil once the trace is packed
 	packed  atomic.Pointer[string] // nil until the trace is packed
 
-	// Data for an exporter. The caller of Start may write it until End; after that only done may.
+	// Data for an exporter. The caller of Start may write it until End. After that, only done may
+	// write it.
 	Remote     Remote
 	Attributes []Attribute
 
@@ -81,7 +82,7 @@ type slab struct {
 	spans []Span
 }
 
-// Span is a part of an operation. Any goroutine may begin and end it, once each.
+// Span is a part of an operation. Any goroutine may begin it and end it, each once.
 type Span struct {
 	trace  *Trace
 	name   string
@@ -160,7 +161,7 @@ func (t *Trace) release() {
 	if !t.packed.CompareAndSwap(nil, &packed) {
 		return
 	}
-	t.slab.Store(nil) // last, so that a reader finds one of the two
+	t.slab.Store(nil) // written last, so that a reader finds one of the two
 	if t.done != nil {
 		t.done(t)
 	}

@@ -3,10 +3,10 @@
 // # Contract
 //
 // A directory on disk is the queue. Take moves a tree there by one rename, which either succeeds or
-// leaves the tree unchanged. Run deletes the trees in the queue, including those of an earlier
-// process, one at a time, so that deletion leaves the disk to the containers. A tree that cannot be
-// deleted, or takes longer than deleteTimeout, does not delay the others; Run tries it again with
-// growing pauses. The size of a tree counts until it is deleted.
+// leaves the tree unchanged. Run deletes the trees in the queue one at a time, so that deletion
+// leaves the disk to the containers. Trees of an earlier process are included. A tree that cannot
+// be deleted, or takes longer than deleteTimeout, does not delay other trees. Run tries it again
+// with growing pauses. The size of a tree counts until it is deleted.
 package trash
 
 import (
@@ -47,7 +47,7 @@ type Waits interface {
 }
 
 // New returns the trash in dir, a directory that exists and has no other use. remove deletes a
-// tree; it may return early when its context is done. Nothing is deleted before Run.
+// tree. It may return early when its context is done. No tree is deleted before Run.
 func New(dir string, remove func(ctx context.Context, path string) error, waits Waits, log *slog.Logger) *Trash {
 	return &Trash{
 		dir: dir, remove: remove, waits: waits, log: log,
@@ -157,7 +157,7 @@ func (t *Trash) Run(ctx context.Context) {
 	}
 }
 
-// empty tries to delete all trees in the trash, and reports whether it did.
+// empty tries to delete all trees in the trash, and reports whether it has deleted all.
 func (t *Trash) empty(ctx context.Context) (all bool) {
 	entries, err := os.ReadDir(t.dir)
 	if err != nil {

@@ -28,10 +28,10 @@ type Mappings struct {
 	GIDs []specs.LinuxIDMapping `json:"gids"`
 }
 
-// HostUID returns the host's UID for a UID of the namespace; overflowID if it is unmapped.
+// HostUID returns the host's UID for a UID of the namespace, or overflowID if it is unmapped.
 func (m Mappings) HostUID(uid uint32) int { return toHost(m.UIDs, uid) }
 
-// HostGID returns the host's GID for a GID of the namespace; overflowID if it is unmapped.
+// HostGID returns the host's GID for a GID of the namespace, or overflowID if it is unmapped.
 func (m Mappings) HostGID(gid uint32) int { return toHost(m.GIDs, gid) }
 
 // HasUID reports whether a UID is mapped.
@@ -64,7 +64,7 @@ type Namespaces struct{ pid int }
 func (n Namespaces) User() string { return n.path("user") }
 
 // Net returns the path of the new network namespace, which the user namespace owns. If With was
-// called without network, it is the host's.
+// called with network false, it is the host's namespace.
 func (n Namespaces) Net() string { return n.path("net") }
 
 func (n Namespaces) path(kind string) string {
@@ -72,9 +72,10 @@ func (n Namespaces) path(kind string) string {
 }
 
 // With creates a user namespace with these mappings and, if network is set, a network namespace
-// that the user namespace owns. It passes them to use. They end after use has returned, unless use
-// pins them. With runs program in them. program needs no arguments and must do nothing until it is
-// killed. The process is killed when With returns or the caller is killed.
+// that the user namespace owns. It passes the namespaces to use. They end after use has returned,
+// unless use pins them. With runs program in the namespaces. The program needs no arguments, and
+// must do nothing until it is killed. The process is killed when With returns or the caller is
+// killed.
 func With(program string, m Mappings, network bool, use func(Namespaces) error) (err error) {
 	runtime.LockOSThread() // Pdeathsig takes effect at the end of the thread that started the process
 	defer runtime.UnlockOSThread()

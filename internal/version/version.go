@@ -15,8 +15,8 @@ var (
 	Date     string // date of the commit, RFC 3339
 )
 
-// Get returns the semantic version: the one set by the build, otherwise a release's version or a
-// pseudo-version with the commit.
+// Get returns the semantic version that the build has set. If it has set none, Get returns a
+// release's version, or a pseudo-version with the commit.
 func Get() string {
 	if Version != "" {
 		return Version

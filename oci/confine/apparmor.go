@@ -24,8 +24,8 @@ func AppArmorProfile(p *runtimeapi.SecurityProfile, deprecated string) Profile {
 }
 
 // SetAppArmor sets the process's profile. A requested profile must be loaded. A privileged
-// container ignores RuntimeDefault, but not a localhost profile. Without a request the container
-// gets the default profile if the kernel has it loaded, as with containerd.
+// container ignores RuntimeDefault, but not a localhost profile. If there is no request, and the
+// kernel has the default profile loaded, the container gets it, as with containerd.
 func SetAppArmor(r Profile, privileged bool, facts host.Facts, files Files, spec *specs.Spec) error {
 	if err := r.check("apparmor"); err != nil {
 		return err

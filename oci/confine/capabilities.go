@@ -68,9 +68,9 @@ func normalizeCapabilities(names []string) ([]string, error) {
 	return out, nil
 }
 
-// Capabilities returns a process's sets: the default ones, or all for a privileged container,
-// changed by the CRI config's additions and drops. A dropped capability is in no set, even if it is
-// also added.
+// Capabilities returns the capability sets of a process. It begins with the default capabilities,
+// or with all for a privileged container, and applies the CRI config's additions and drops. A
+// dropped capability is in no set, even if it is also added.
 //
 // Only ambient capabilities are inheritable (CVE-2022-24769), because the kernel raises no other
 // capabilities to ambient (capabilities(7)).
@@ -100,13 +100,13 @@ func Capabilities(c *runtimeapi.Capability, privileged bool, facts host.Facts) (
 	return capabilitySets(granted, raised), nil
 }
 
-// grantedCapabilities applies ALL first and single names after, additions before
-// drops: "drop ALL, add NET_RAW" leaves one, "add ALL, drop NET_RAW" leaves all but one.
+// grantedCapabilities applies ALL first and single names after it, and additions before drops.
+// "drop ALL, add NET_RAW" leaves one capability. "add ALL, drop NET_RAW" leaves all except one.
 func grantedCapabilities(add, drop []string, facts host.Facts) ([]string, error) {
 	set := make(map[string]bool)
 	start := defaultCapabilities
 	switch {
-	case slices.Contains(drop, allCapabilities): // even if ALL is added, as in containerd
+	case slices.Contains(drop, allCapabilities): // as in containerd, even if ALL is added
 		start = nil
 	case slices.Contains(add, allCapabilities):
 		start = facts.Capabilities

@@ -82,15 +82,15 @@ func (r Profile) check(field string) error {
 	return nil
 }
 
-// SeccompDefaults are the node's choices for requests that leave them to it.
+// SeccompDefaults are the node's choices for requests that do not name a profile.
 type SeccompDefaults struct {
-	File  string // profile of RuntimeDefault; empty: the built-in one
-	Unset bool   // RuntimeDefault applies without a request, too
+	File  string // profile of RuntimeDefault; empty: the built-in profile
+	Unset bool   // RuntimeDefault also applies if there is no request
 }
 
-// SetSeccomp sets the requested filter. Without a request it sets no filter, because the CRI
-// specifies that, unless the node's default is another. The built-in profile depends on the
-// capabilities in spec, and on the running kernel and architecture.
+// SetSeccomp sets the requested filter. If there is no request, it sets no filter, as the CRI
+// specifies, unless the node has another default. The built-in profile depends on the capabilities
+// in spec, and on the running kernel and architecture.
 func SetSeccomp(
 	r Profile, defaults SeccompDefaults, privileged bool, facts host.Facts, files Files, spec *specs.Spec,
 ) (err error) {
@@ -141,7 +141,8 @@ func localhostProfile(ref string, files Files, spec *specs.Spec) (*specs.LinuxSe
 	return profile, nil
 }
 
-// nodeProfile reads the profile that the node has for RuntimeDefault. No request can mend it.
+// nodeProfile reads the profile that the node has for RuntimeDefault. A change of the request
+// cannot help.
 func nodeProfile(path string, files Files, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
 	profile, err := localhostProfile(path, files, spec)
 	if err != nil {

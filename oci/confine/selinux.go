@@ -18,11 +18,11 @@ type Labels struct {
 	Mount   string `json:"mount,omitempty"` // label of the root filesystem, and of berth's mounts in the container
 }
 
-// NewLabels returns the labels of a container, or of a pod if the pod argument is empty. A
-// container without options gets its pod's labels. Otherwise missing categories are drawn at
-// random. They belong to this container until selinux.ReleaseLabel, so the caller calls NewLabels
-// once and records the result. Like containerd and CRI-O, berth ignores the options on hosts
-// without SELinux.
+// NewLabels returns the labels of a container, or of a pod if the pod argument is empty. If a
+// container has no options, it gets its pod's labels. Otherwise missing categories are drawn at
+// random. The categories belong to this container until selinux.ReleaseLabel, so the caller calls
+// NewLabels once and records the result. Like containerd and CRI-O, berth ignores the options on
+// hosts without SELinux.
 //
 // The error is InvalidArgument for invalid options.
 func NewLabels(o *runtimeapi.SELinuxOption, pod Labels, facts host.Facts) (Labels, error) {

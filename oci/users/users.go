@@ -3,7 +3,7 @@
 //
 // # Contract
 //
-// The package is pure. The files are untrusted: malformed entries are ignored, and ambiguous IDs
+// The package is pure. The files are untrusted, so malformed entries are ignored, and ambiguous IDs
 // are refused. All errors are InvalidArgument, since they come from the request or the image.
 package users
 
@@ -37,7 +37,7 @@ type User struct {
 	UID, GID uint32
 	// Groups are all groups of the process including GID, ascending and distinct.
 	Groups []uint32
-	Home   string // from passwd; "" for a user without an entry
+	Home   string // from passwd; "" if the user has no entry
 }
 
 // Request is a requested identity. Use [ContainerRequest] or [SandboxRequest].
@@ -123,8 +123,8 @@ func (u User) Spec() specs.User {
 	return specs.User{UID: u.UID, GID: u.GID, AdditionalGids: slices.Clone(u.Groups)}
 }
 
-// HomeVariable returns the value of HOME. It returns "/" for anything but a plain absolute path,
-// which could reach programs that split lines (CVE-2022-4318).
+// HomeVariable returns the value of HOME. It returns "/" unless the home is a plain absolute path.
+// Other values could reach programs that split lines (CVE-2022-4318).
 func (u User) HomeVariable() string {
 	if !strings.HasPrefix(u.Home, "/") || strings.ContainsFunc(u.Home, func(r rune) bool { return r < ' ' || r == 0x7f }) {
 		return "/"
@@ -275,8 +275,8 @@ func findGroup(file []byte, group string) (uint32, error) {
 	return 0, errdefs.InvalidArgument("group %q is not in the image's /etc/group", group)
 }
 
-// allGroups returns the primary group, the requested ones and, with policy Merge, the image's
-// groups that name the user.
+// allGroups returns the primary group and the requested groups. If the policy is Merge, it adds the
+// groups in the image's /etc/group that list the user.
 func allGroups(file []byte, user string, primary uint32, req Request) ([]uint32, error) {
 	groups := []uint32{primary}
 	for _, g := range req.Groups {

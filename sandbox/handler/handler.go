@@ -4,8 +4,8 @@
 //
 // Features are probed by running the runtime's binary, and again after the binary has changed. A
 // missing or silent binary fails only the pods that use its handler. The Runtime of a pod is
-// decided when the pod is planned, and recorded. The pod keeps it for its whole life, even if the
-// configuration changes. List runs no binary.
+// decided when the pod is planned, and recorded. The pod keeps its runtime for its whole life, even
+// if the configuration changes. List runs no binary.
 package handler
 
 import (
@@ -31,8 +31,8 @@ import (
 type Config struct {
 	Path string   // binary of an OCI runtime; empty: the built-in runtime
 	Args []string // global options, before the command
-	// Annotations are the names of annotations that pods and containers pass to the runtime; "*"
-	// stands for any characters.
+	// Annotations are the names of the annotations that pods and containers pass to the runtime.
+	// "*" stands for any characters.
 	Annotations []string
 }
 
@@ -72,7 +72,7 @@ const probeTimeout = 20 * time.Second
 type Options struct {
 	BuiltIn  string            // name of the built-in handler, libcontainer
 	Programs map[string]Config // all other handlers by name
-	Default  string            // handler of pods that name none; empty: BuiltIn
+	Default  string            // handler of pods that name no handler; empty: BuiltIn
 	Host     host.Facts        // features of the node; no handler offers more
 	Tasks    *task.Runner
 	Log      *slog.Logger
@@ -98,8 +98,8 @@ func Open(ctx context.Context, options Options) (*Set, error) {
 	return set, set.Replace(ctx, options.Programs, options.Default)
 }
 
-// Replace sets new handlers. It probes the binaries of those that are new or changed, in parallel.
-// Existing pods keep their runtimes. Calls must not overlap.
+// Replace sets new handlers. It probes new and changed binaries in parallel. Existing pods keep
+// their runtimes. Calls must not overlap.
 func (s *Set) Replace(ctx context.Context, programs map[string]Config, defaultName string) error {
 	next := &handlers{all: map[string]*Handler{}, defaultName: cmp.Or(defaultName, s.options.BuiltIn)}
 	next.all[s.options.BuiltIn] = &Handler{name: s.options.BuiltIn}
@@ -137,8 +137,8 @@ func (s *Set) Find(name string) (*Handler, error) {
 	return h, nil
 }
 
-// List returns the runtime handlers: the default one first, then all by name. It reports the
-// results of the last probes and runs no binary.
+// List returns the runtime handlers: the default handler first, then all handlers by name. It
+// reports the results of the last probes and runs no binary.
 func (s *Set) List() []Info {
 	all := []Info{s.info("")}
 	for _, name := range slices.Sorted(maps.Keys(s.handlers.Load().all)) {
@@ -149,7 +149,7 @@ func (s *Set) List() []Info {
 
 func (s *Set) info(name string) Info {
 	h, err := s.Find(name)
-	if err != nil { // not reached: the configured default exists
+	if err != nil { // not reached, because the configured default exists
 		return Info{Name: name, Problem: err.Error()}
 	}
 	info := Info{Name: name, Path: h.config.Path}
@@ -201,7 +201,7 @@ type Runtime struct {
 	ociruntime.Runtime
 	RecursiveReadOnly bool `json:"recursiveReadOnly,omitempty"`
 	IDMappedMounts    bool `json:"idMappedMounts,omitempty"`
-	// Annotations are those of Config.
+	// Annotations has the names in Config.Annotations.
 	Annotations []string `json:"annotations,omitempty"`
 }
 
@@ -249,15 +249,16 @@ const (
 	containerTypeAnnotation = "io.kubernetes.cri.container-type"
 	sandboxIDAnnotation     = "io.kubernetes.cri.sandbox-id"
 	containerNameAnnotation = "io.kubernetes.cri.container-name" // by which gVisor finds a container in a checkpoint
-	// By default crun creates a cgroup below systemd's scope and then does not find the processes
-	// of execs, which are outside of it. Empty: no cgroup below the scope, as with libcontainer.
+	// By default crun creates a cgroup below systemd's scope. Then it does not find the processes
+	// of execs, which are outside of that cgroup. If the value is empty, it creates no cgroup below
+	// the scope, as libcontainer.
 	crunSubgroupAnnotation = "run.oci.systemd.subgroup"
 )
 
-// Annotate adds the annotations that a runtime binary gets: those of requested that its
-// configuration lists, where later maps win, and those by which it finds the pod of a spec. kind is
-// "sandbox" for a pause and "container" otherwise. name is that of a container. A nil Runtime
-// (libcontainer) adds none.
+// Annotate adds the annotations that a runtime binary gets. It takes annotations from requested if
+// the handler's configuration lists them; later maps take precedence. It also adds the annotations
+// by which the runtime finds the pod of a spec. kind is "sandbox" for a pause and "container"
+// otherwise. name is the name of a container. A nil Runtime (libcontainer) adds no annotations.
 func (r *Runtime) Annotate(spec *specs.Spec, kind, podID, name string, requested ...map[string]string) {
 	if r == nil {
 		return
@@ -289,7 +290,7 @@ func (r *Runtime) passes(key string) bool {
 		slices.ContainsFunc(r.Annotations, func(pattern string) bool { return matches(pattern, key) })
 }
 
-// matches reports whether text has the pattern's form; "*" stands for any characters.
+// matches reports whether text matches the pattern, in which "*" stands for any characters.
 func matches(pattern, text string) bool {
 	parts := strings.Split(pattern, "*")
 	rest, ok := strings.CutPrefix(text, parts[0])

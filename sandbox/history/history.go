@@ -7,8 +7,8 @@
 // no disk. A goroutine writes changed recordings some seconds later, one file per pod. It keeps the
 // newest Kept files, and up to trimEvery more for a while.
 //
-// A file is replaced by rename and has a checksum. It is not synced: after a power cut, starts of
-// the last seconds may be missing, and files that are damaged are deleted. Nothing depends on the
+// A file is replaced by rename and has a checksum. The file is not synced. After a power cut,
+// starts of the last seconds may be missing, and damaged files are deleted. Nothing depends on the
 // files, so an error is logged and delays no pod.
 package history
 
@@ -76,7 +76,7 @@ type History struct {
 
 	mu sync.Mutex
 	// +checklocks:mu
-	changed map[string]*Recording // by pod ID: changed since the last write
+	changed map[string]*Recording // by pod ID: recordings that have changed since the last write
 	// +checklocks:mu
 	waiting []waitingPull // for pods that do not exist yet, oldest first
 }
@@ -115,7 +115,7 @@ func (h *History) Run(ctx context.Context) {
 	}
 }
 
-// rest waits for the delay, a request to flush, which it returns, or the end of ctx.
+// rest waits for the delay, for a request to flush, or for the end of ctx. It returns the request.
 func (h *History) rest(ctx context.Context) (flush chan struct{}) {
 	timer := time.NewTimer(h.delay)
 	defer timer.Stop()
@@ -164,7 +164,7 @@ func (h *History) write(all bool) {
 	for _, r := range changed {
 		start, running := r.start()
 		if running {
-			h.note(r) // to write it when it is complete
+			h.note(r) // so that it is written when it is complete
 			if !all {
 				continue
 			}
@@ -180,8 +180,7 @@ func (h *History) write(all bool) {
 	}
 }
 
-// tidy deletes old files, and the first time also those that an earlier daemon or a power cut left
-// damaged.
+// tidy deletes old files. The first time it also deletes damaged files.
 func (h *History) tidy() {
 	failed := h.trim()
 	if !h.checked {
@@ -193,8 +192,8 @@ func (h *History) tidy() {
 	}
 }
 
-// save writes a start. The file of a pod that an earlier daemon started has operations that this
-// daemon does not have: they are kept unless newer ones replace them.
+// save writes a start. If an earlier daemon has started a pod, the pod's file has operations that
+// this daemon does not have. They are kept unless newer operations replace them.
 func (h *History) save(s Start, adopted bool) error {
 	if adopted {
 		earlier, err := h.load(s.ID)

@@ -14,7 +14,7 @@ type Summary struct {
 	Pod
 	Began      time.Time     `json:"began"`
 	Took       time.Duration `json:"took"` // time in which berth worked, in nanoseconds
-	Pull       time.Duration `json:"pull"` // the part of it in which images were pulled
+	Pull       time.Duration `json:"pull"` // the part of this time in which images were pulled
 	Containers int           `json:"containers"`
 	Failed     bool          `json:"failed"` // an operation failed
 }

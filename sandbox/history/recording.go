@@ -29,7 +29,7 @@ type entry struct {
 	trace *trace.Trace
 }
 
-// subject is what an operation is about.
+// subject is the pod or container of an operation.
 type subject struct {
 	operation string
 	container string // name; empty: the pod
@@ -37,8 +37,8 @@ type subject struct {
 	attempt   uint32
 }
 
-// replaces reports whether an operation makes the trace of an earlier one obsolete: the same
-// operation, or one of an earlier attempt of the same container.
+// replaces reports whether an operation makes the trace of an earlier operation obsolete. That is
+// so for the same operation, and for an earlier attempt of the same container.
 func (s subject) replaces(o subject) bool {
 	if s.image != o.image || s.container != o.container {
 		return false
@@ -99,8 +99,8 @@ func (h *History) take(pod Pod) (pulls []waitingPull) {
 	return pulls
 }
 
-// Adopt returns a recording for a pod of an earlier daemon. Its operations are added to those on
-// disk.
+// Adopt returns a recording for a pod of an earlier daemon. Its operations are added to the
+// operations on disk.
 func (h *History) Adopt(pod Pod) *Recording {
 	r := h.Record(pod)
 	if r != nil {

@@ -32,7 +32,7 @@ func installProfile(name string) error {
 	if _, err := exec.LookPath("apparmor_parser"); err != nil {
 		return fmt.Errorf("install apparmor_parser (package apparmor): %w", err)
 	}
-	cmd := exec.Command("apparmor_parser", "-Kr") // -K: without a cache, which needs a writable filesystem
+	cmd := exec.Command("apparmor_parser", "-Kr") // -K: no cache, because a cache needs a writable filesystem
 	cmd.Stdin = strings.NewReader(defaultProfile(name))
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("apparmor_parser: %w: %s", err, bytes.TrimSpace(out))
@@ -40,9 +40,9 @@ func installProfile(name string) error {
 	return nil
 }
 
-// template is the profile of moby/profiles, which is the default of Docker, containerd and Podman,
-// too. It is a copy, because moby's function uses text/template: that keeps the linker from
-// removing unused methods of the whole daemon (4.7 MB).
+// template is the profile of moby/profiles, which is also the default of Docker, containerd and
+// Podman. It is a copy, because moby's function uses text/template. With text/template the linker
+// cannot remove unused methods of the whole daemon (4.7 MB).
 //
 //go:embed default.apparmor
 var template string
@@ -84,8 +84,8 @@ func (l profileLoader) ensure(name string) (fresh bool, err error) {
 	return err == nil, err
 }
 
-// appArmorRetry is the pause after a failed load. Without it, every launch on a host without
-// apparmor_parser would log the failure.
+// appArmorRetry is the pause after a failed load. It prevents that every launch logs the failure on
+// a host without apparmor_parser.
 const appArmorRetry = time.Minute
 
 // appArmorTimeout limits how long a launch waits for the profile. The parser compiles it in a
@@ -113,7 +113,7 @@ func NewAppArmor(enabled bool, tasks *task.Runner, log *slog.Logger) *AppArmor {
 	return &AppArmor{enabled: enabled, tasks: tasks, log: log, kernel: hostProfiles, loading: task.NewLock()}
 }
 
-// Problem returns why the default profile cannot be loaded, or "" if no load has failed.
+// Problem returns why the default profile cannot be loaded. If no load has failed, it returns "".
 func (a *AppArmor) Problem() string {
 	if f := a.failed.Load(); f != nil {
 		return f.err.Error()

@@ -2,8 +2,8 @@
 // RuntimeDefault, and reserves and sets SELinux labels.
 // # Contract
 //
-// Package oci decides the profile and labels of a pod. This package applies them to the host. On a
-// host without the module it does nothing. Concurrent callers load the profile once and wait for a
-// limited time. Files are relabelled only if the config requests it. Labels in use stay reserved,
-// even after a restart of the daemon.
+// Package oci decides the profile and labels of a pod. This package applies them to the host. If
+// the host does not have the security module, it does nothing. Concurrent callers load the profile
+// once and wait for a limited time. Files are relabelled only if the config requests it. Labels in
+// use stay reserved, even after a restart of the daemon.
 package lsm

@@ -32,8 +32,8 @@ type labeller struct {
 	system    []string
 }
 
-// relabelHost labels path, which contains no symlinks, and everything below it. Without SELinux it
-// does nothing.
+// relabelHost labels path, which contains no symlinks, and everything below it. On a host without
+// SELinux it does nothing.
 func relabelHost(path, label string) error {
 	if label == "" || !selinux.GetEnabled() {
 		return nil
@@ -68,8 +68,8 @@ func (l labeller) relabel(path, label string) (err error) {
 	return l.set(root, label)
 }
 
-// checkPath refuses system paths, by name and by inode: a bind mount or another spelling gives them
-// other names.
+// checkPath refuses system paths, by name and by inode, because a bind mount or another spelling
+// gives them other names.
 func (l labeller) checkPath(path string, st os.FileInfo) error {
 	clean := filepath.Clean(path)
 	for _, system := range l.system {
@@ -116,8 +116,8 @@ func (l labeller) relabelEntry(e safefs.Entry, label string) error {
 // set labels exactly the open file, even a symlink. It does not write a label that the file already
 // has.
 func (l labeller) set(f *os.File, label string) error {
-	// Before setxattrat(2) of Linux 6.13, an O_PATH descriptor can only be addressed through the
-	// process's own link to it.
+	// Before Linux 6.13, which has setxattrat(2), an O_PATH descriptor can only be addressed
+	// through the process's own link to it.
 	own := "/proc/self/fd/" + strconv.Itoa(int(f.Fd()))
 	present := make([]byte, len(label)+2)
 	if n, err := unix.Getxattr(own, l.attribute, present); err == nil && unix.ByteSliceToString(present[:n]) == label {

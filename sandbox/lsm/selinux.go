@@ -24,14 +24,15 @@ type SELinux struct {
 	Relabel      func(path, label string) error // recursive
 }
 
-// HostSELinux operates on the host. Without SELinux it does nothing.
+// HostSELinux operates on the host. On a host without SELinux it does nothing.
 var HostSELinux = SELinux{
 	ReserveLabel: selinux.ReserveLabelV2,
 	ReleaseLabel: func(l string) { selinux.ReleaseLabel(l) },
 	Relabel:      relabelHost,
 }
 
-// Reserve reserves the categories of labels. It succeeds for reserved ones, which may be shared.
+// Reserve reserves the categories of labels. It also succeeds for reserved categories, which may be
+// shared.
 func (s SELinux) Reserve(labels confine.Labels) error {
 	if labels.Process == "" {
 		return nil

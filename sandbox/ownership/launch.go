@@ -19,7 +19,8 @@ import (
 	"berth/shim/proto"
 )
 
-// Launch is a pod or container whose process runs: a pause, or the init of a container.
+// Launch is a pod or container whose process runs. The process is a pause, or the init of a
+// container.
 type Launch struct {
 	ID    string
 	Init  int       // its process

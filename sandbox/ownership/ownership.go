@@ -1,9 +1,9 @@
 // Package ownership protects running pods from a daemon with the wrong root or state directory.
 //
-// A daemon removes what it finds without a record. With an empty, unmounted or foreign root that
-// would be every container of the node. With another state directory it would end all pods as after
-// a reboot. Both directories have the identity of root (state.Identity), and records show what root
-// knows.
+// A daemon removes objects that it finds without a record. If root is empty, unmounted or foreign,
+// it would remove every container of the node. With another state directory it would end all pods
+// as after a reboot. Both directories have the identity of root (state.Identity). Records show
+// which objects root knows.
 //
 // # Contract
 //
@@ -28,7 +28,8 @@ import (
 )
 
 // Claim is Check for a daemon that starts. It then writes the identity of root to both directories.
-// If a directory is full or read-only, it logs that and continues: the next daemon writes it.
+// If a directory is full or read-only, it logs that and continues. The next daemon then writes the
+// identity.
 func Claim(dirs state.Dirs, log *slog.Logger) error {
 	if err := Check(dirs); err != nil {
 		return err
@@ -36,7 +37,8 @@ func Claim(dirs state.Dirs, log *slog.Logger) error {
 	return Identify(dirs, log)
 }
 
-// Identify is Claim without Check, for a daemon that is to remove what root does not know.
+// Identify is Claim, but does not call Check. It is for a daemon that must remove the objects that
+// root does not know.
 func Identify(dirs state.Dirs, log *slog.Logger) error {
 	err := dirs.Identify()
 	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) || errors.Is(err, unix.EROFS) {
@@ -47,9 +49,9 @@ func Identify(dirs state.Dirs, log *slog.Logger) error {
 	return err
 }
 
-// Check returns FailedPrecondition if a daemon with these directories would end pods that run: root
-// does not know them, or their state is in another directory. It returns nil if the records of
-// single pods are lost, which the daemon removes.
+// Check returns FailedPrecondition if a daemon with these directories would end running pods. That
+// is so if root does not know them, or if their state is in another directory. It returns nil if
+// the records of single pods are lost, which the daemon removes.
 func Check(dirs state.Dirs) error {
 	s, err := read(dirs)
 	if err != nil {
@@ -61,8 +63,8 @@ func Check(dirs state.Dirs) error {
 	return s.checkState()
 }
 
-// Unknown returns what runs without being known to root: pods and containers of the state
-// directory, and containers whose monitors were installed below root.
+// Unknown returns the running objects that root does not know. It considers pods and containers of
+// the state directory, and containers whose monitors were installed below root.
 func Unknown(dirs state.Dirs) ([]Launch, error) {
 	s, err := read(dirs)
 	if err != nil {
@@ -71,12 +73,12 @@ func Unknown(dirs state.Dirs) ([]Launch, error) {
 	return append(s.unknown, s.orphans...), nil
 }
 
-// survey is what both directories tell about the pods of this node.
+// survey has the information of both directories about the pods of this node.
 type survey struct {
 	dirs     state.Dirs
 	root     state.Identity // in root
 	state    state.Identity // in the state directory
-	copied   bool           // root is a copy of the one that the state directory knows
+	copied   bool           // root is a copy of the root that the state directory knows
 	recorded map[string]bool
 	changed  time.Time // last change of the records; zero: a folder of them is missing
 	unknown  []Launch  // in the state directory, without a record
@@ -95,7 +97,7 @@ func read(dirs state.Dirs) (*survey, error) {
 		return nil, err
 	}
 	var monitors []Launch
-	if s.root.ID == "" || s.state.ID == "" { // else the state directory has all that were started
+	if s.root.ID == "" || s.state.ID == "" { // otherwise the state directory has all objects that were started
 		if monitors, err = monitorsOf(dirs.Root); err != nil {
 			return nil, err
 		}
@@ -133,8 +135,8 @@ func (s *survey) readIdentities() (err error) {
 	return err
 }
 
-// whyLost returns why root as a whole does not know objects that run. It returns "" if all are
-// known, or if only single records are lost.
+// whyLost returns the reason why root does not know any of the running objects, for error texts. It
+// returns "" if all are known, or if only single records are lost.
 func (s *survey) whyLost() string {
 	switch {
 	case len(s.unknown) == 0 && len(s.orphans) == 0:
@@ -180,7 +182,7 @@ func (s *survey) place() string {
 	return placed(mount.Source, mount.Mountpoint)
 }
 
-// placed names a mount. It returns "" for an unknown one.
+// placed names a mount. It returns "" for an unknown device.
 func placed(device, mountpoint string) string {
 	if mountpoint == "" {
 		return ""

@@ -28,7 +28,7 @@ const (
 
 // formatResolvConf returns the resolv.conf for a pod's DNS config. For a nil or empty config it
 // returns the host's content unchanged, up to 64 KiB. It leaves out words that a reader of
-// resolv.conf(5) would ignore or misread, and returns them in dropped: one bad name server of a
+// resolv.conf(5) would ignore or misread, and returns them in dropped. One bad name server of a
 // network must not fail every pod. The error is InvalidArgument.
 func formatResolvConf(dns *runtimeapi.DNSConfig, host []byte) (file []byte, dropped []string, err error) {
 	if usesHostDNS(dns) {
@@ -62,8 +62,8 @@ func writeResolvConf(servers, searches, options []string) []byte {
 	return b.Bytes()
 }
 
-// keep returns the first words, at most limit, that parse accepts, in parse's form. bad are the
-// others.
+// keep returns the results of parse for the first words that it accepts, at most limit. bad has the
+// other words.
 func keep(words []string, limit int, parse func(string) (string, bool)) (good, bad []string) {
 	for _, w := range words {
 		if word, ok := parse(w); ok && len(good) < limit {
@@ -118,8 +118,8 @@ ff02::2	ip6-allrouters
 `
 
 // formatHosts returns a default hosts file: localhost, the IPv6 names, and one line per address of
-// the pod with its hostname. Without a hostname it has no such lines. kubelet mounts a file of its
-// own over it in most containers. All errors are InvalidArgument.
+// the pod with its hostname. If there is no hostname, it has no such lines. In most containers
+// kubelet mounts its own file over this file. All errors are InvalidArgument.
 func formatHosts(hostname string, ips []netip.Addr) ([]byte, error) {
 	if hostname == "" {
 		return []byte(localHosts), nil

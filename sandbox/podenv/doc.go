@@ -10,8 +10,9 @@
 // gets the same values. CNI GC releases the addresses of pods whose records are lost.
 //
 // Files: resolv.conf, hosts, hostname and /dev/shm are on a tmpfs of the pod. Containers can write
-// to them. The size of the tmpfs limits them, and the memory is charged to the writer. Every value
-// of a request is checked before it is written, so that no value can add a line or a word.
+// to them. The size of the tmpfs limits these files, and their memory is charged to the container
+// that writes. Every value of a request is checked before it is written, so that no value can add a
+// line or a word.
 //
 // Namespaces: a pod's user namespace is pinned under a name that derives from its ID, and owns the
 // pod's network namespace. Pause and containers join both by path.

@@ -109,10 +109,10 @@ func (p files) hosts(addresses []string) ([]byte, error) {
 	return formatHosts(host, ips)
 }
 
-// hostname returns the pod's hostname, or the node's for a pod without one. A new UTS namespace
-// starts with the node's name, and a pod on the node's network shares the node's. The kernel
-// accepts any bytes as a name, such as "(none)". A name that does not fit into the files must not
-// fail the pod, so nodeName replaces it.
+// hostname returns the pod's hostname, or the node's if the pod has no hostname. A new UTS
+// namespace starts with the node's name, and a pod on the node's network shares the node's. The
+// kernel accepts any bytes as a name, such as "(none)". A name that does not fit into the files
+// must not fail the pod, so nodeName replaces it.
 func hostname(config *runtimeapi.PodSandboxConfig) (string, error) {
 	if name := config.GetHostname(); name != "" && !state.HostNetwork(config) {
 		return name, oci.CheckHostname(name)

@@ -41,8 +41,9 @@ func OpenNetworks(network *cni.Network, root string, tasks *task.Runner, log *sl
 func (n *Networks) Status(ctx context.Context) error { return n.network.Status(ctx) }
 
 // SetPodCIDR sets and records the node's pod CIDR, as kubelet gets it from the control plane: one
-// CIDR, or several separated by commas. New pods of networks with the ipRanges capability get it.
-// An empty string unsets it. The error is InvalidArgument for a malformed CIDR.
+// CIDR, or several separated by commas. New pods of networks with the ipRanges capability get
+// addresses in these CIDRs. An empty string unsets it. The error is InvalidArgument for a malformed
+// CIDR.
 func (n *Networks) SetPodCIDR(ctx context.Context, cidr string) error {
 	ranges, err := cni.ParsePodCIDRs(cidr)
 	if err != nil {
@@ -75,14 +76,14 @@ func (n *Networks) Load() (damaged []record.Damaged, err error) {
 }
 
 // Plan chooses the network configuration of a pod and the address ranges that it may use. spec has
-// the pod's ID, network namespace and config. Errors: FailedPrecondition without a configuration.
-// InvalidArgument for a config that cannot be passed to CNI plugins.
+// the pod's ID, network namespace and config. The error is FailedPrecondition if there is no
+// configuration. InvalidArgument for a config that cannot be passed to CNI plugins.
 func (n *Networks) Plan(spec *state.PodSpec) (cni.Attachment, [][]cni.IPRange, error) {
 	attachment, err := n.network.Plan()
 	if err != nil {
 		return attachment, nil, err
 	}
-	_, err = cniPod(spec) // else DEL would fail too, and the pod could never be removed
+	_, err = cniPod(spec) // otherwise DEL would fail too, and the pod could never be removed
 	return attachment, n.network.IPRanges(), err
 }
 
@@ -159,8 +160,8 @@ func (n *Networks) DetachOrphan(ctx context.Context, id, netns string) error {
 const gcTimeout = 10 * time.Second
 
 // Collect runs CNI GC, which releases the resources of all pods except attached, such as pods whose
-// records were lost. It runs before the first request, so attached is complete. A plugin without
-// GC, or a slow plugin, does not delay the daemon's start.
+// records were lost. It runs before the first request, so attached is complete. A slow plugin does
+// not delay the daemon's start.
 func (n *Networks) Collect(ctx context.Context, attached iter.Seq[*state.PodSpec]) {
 	var valid []cni.Pod
 	for spec := range attached {
@@ -181,7 +182,7 @@ func (n *Networks) Collect(ctx context.Context, attached iter.Seq[*state.PodSpec
 		if err != nil {
 			n.log.Warn("CNI GC failed", "error", err)
 		}
-	}) // Spawn succeeds: Background is open while the daemon starts
+	}) // Spawn succeeds, because Background is open while the daemon starts
 	limit := time.NewTimer(gcTimeout)
 	defer limit.Stop()
 	select {

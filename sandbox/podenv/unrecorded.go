@@ -32,13 +32,13 @@ func (k Provisioner) Unrecorded(known func(id string) bool) (map[string]bool, er
 }
 
 // RemoveUnrecorded removes everything that a pod or container with this ID can own, except its
-// processes. The caller has removed those, and has called Networks.Collect.
+// processes. The caller has removed the processes, and has called Networks.Collect.
 func (k Provisioner) RemoveUnrecorded(ctx context.Context, id string) error {
 	err := errors.Join(
 		k.RemoveMounts(id),
 		k.Trash.Discard(k.Dirs.Writable(id)))
-	// The network comes last: it may have to wait for a CNI configuration. The pod's files stay
-	// until then, because they show that a DEL is due.
+	// The network comes last, because it may have to wait for a CNI configuration. The pod's files
+	// stay until then, because they show that a DEL is due.
 	if detachErr := k.detachUnrecorded(ctx, id); detachErr != nil {
 		return errors.Join(err, detachErr)
 	}
@@ -52,10 +52,10 @@ func (k Provisioner) RemoveUnrecorded(ctx context.Context, id string) error {
 	return err
 }
 
-// detachUnrecorded releases the addresses of a pod. Only pods have files below root, which exist
-// from before ADD until after DEL, and network namespaces. The configuration of ADD was lost with
-// the record. Networks.Collect has already used libcni's cached copy. A power cut can lose the copy
-// too, so DEL runs with the present configuration.
+// detachUnrecorded releases the addresses of a pod. Only pods have network namespaces and files
+// below root. These files exist from before ADD until after DEL. The configuration of ADD was lost
+// with the record. Networks.Collect has already used libcni's cached copy. A power cut can also
+// lose the copy, so DEL runs with the present configuration.
 func (k Provisioner) detachUnrecorded(ctx context.Context, id string) error {
 	_, err := os.Lstat(k.Dirs.PodFiles(id))
 	if errors.Is(err, fs.ErrNotExist) && netns.Existing(k.Dirs.NetNS(id)) == "" {

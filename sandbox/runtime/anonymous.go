@@ -30,11 +30,11 @@ import (
 
 // MakeVolumes makes the directories of a container's anonymous volumes and returns the volumes.
 // Each directory has the content, owner and mode of the image at its path. root is the container's
-// root filesystem, whose writable layer is empty. A restored container gets the directories of its
-// checkpoint instead, by Restores.FillLayer.
+// root filesystem, whose writable layer is empty. For a restored container, Restores.FillLayer
+// makes the directories from its checkpoint.
 //
-// The image is hostile. The daemon reads it through a mount of its own, with the image as the root
-// of every path, and berth-unpack writes the files.
+// The image is hostile. The daemon reads the image through a separate mount, with the image as the
+// root of every path. berth-unpack writes the files.
 func (k Launcher) MakeVolumes(
 	ctx context.Context, c *state.Container, root rootfs.Spec,
 ) ([]oci.AnonymousVolume, error) {
@@ -72,8 +72,8 @@ func (k Launcher) MakeVolumes(
 	return volumes, k.SELinux.LabelOwn(dir, c.Labels)
 }
 
-// maxSteps limits the names on the paths of an image's volumes. Forty symlinks can make each path
-// tens of thousands of names long.
+// maxSteps limits the names on the paths of an image's volumes. Symlinks, at most forty in a path,
+// can make a path tens of thousands of names long.
 const maxSteps = 1 << 16
 
 // resolver returns a function that resolves paths with the image as the root.

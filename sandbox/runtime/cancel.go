@@ -10,8 +10,8 @@ import (
 // ErrStopped is the cause of a launch that Cancel cancelled.
 var ErrStopped = errors.New("stopped during its start")
 
-// CancelSlot cancels the current launch of a container, or the validation during its creation. One
-// of them runs at a time. Cancel may be called at any time.
+// CancelSlot cancels the current launch of a container, or the validation during its creation. Only
+// one of the two runs at a time. Cancel may be called at any time.
 type CancelSlot struct {
 	cancel atomic.Pointer[context.CancelCauseFunc] // nil: nothing runs
 }
@@ -43,8 +43,8 @@ type StopGate struct {
 	cancels map[*context.CancelCauseFunc]struct{} // of the operations
 }
 
-// Begin returns the context of an operation. A stop cancels it with the cause ErrStopped. During a
-// stop it is cancelled from the start. The caller calls end after the operation.
+// Begin returns the context of an operation. A stop cancels it with the cause ErrStopped. If it
+// begins during a stop, it is cancelled at once. The caller calls end after the operation.
 func (g *StopGate) Begin(ctx context.Context) (operationCtx context.Context, end func()) {
 	operationCtx, cancel := context.WithCancelCause(ctx)
 	g.mu.Lock()

@@ -21,15 +21,15 @@ import (
 // change while berth runs.
 //
 // Only the CRI's field requests devices. berth ignores the annotations that other runtimes read,
-// because users control them (CVE-2026-53492). Spec files are trusted: only the node's
-// administrator can write them, and their hooks run on the host as root.
+// because users control them (CVE-2026-53492). Spec files are trusted, because only the node's
+// administrator can write them. Their hooks run on the host as root.
 type CDIDirs []string
 
 // Inject adds the devices to spec: device nodes and their cgroup rules, mounts, environment, hooks,
-// groups, network devices, RDT class. A device that is named twice is added once. Without devices
-// spec stays unchanged.
+// groups, network devices, RDT class. A device that is named twice is added once. If there are no
+// devices, spec stays unchanged.
 //
-// Errors: InvalidArgument for a malformed name; FailedPrecondition for unknown devices;
+// The error is InvalidArgument for a malformed name, FailedPrecondition for an unknown device, and
 // Unimplemented for a device with a poststop hook. An unreadable spec file affects only its own
 // devices. The error for an unknown device names the unreadable files.
 func (d CDIDirs) Inject(spec *specs.Spec, devices []string) error {

@@ -14,10 +14,10 @@ import (
 // describeTimeout bounds the inspection of mount sources for a description.
 const describeTimeout = 2 * time.Second
 
-// Describe returns the same runtime-spec as Spec, for display. It inspects mount sources and may
-// block on a hanging volume, such as NFS without its server. A caller therefore waits two seconds
-// at most, and describing admits one inspection of a container at a time. Errors: DeadlineExceeded.
-// Unavailable while an earlier inspection hangs. Otherwise the error of a source.
+// Describe returns the same runtime-spec as Spec, for display. It inspects mount sources, and may
+// block on a hanging volume, for example on NFS if the server is down. A caller therefore waits at
+// most two seconds, and only one inspection of a container runs at a time. Errors:
+// DeadlineExceeded. Unavailable while an earlier inspection hangs. Otherwise the error of a source.
 func (k Launcher) Describe(ctx context.Context, pod *state.Pod, c *state.Container, targetPIDNS func() (string, error),
 	describing *atomic.Bool) (*specs.Spec, error) {
 	ctx, cancel := context.WithTimeout(ctx, describeTimeout)

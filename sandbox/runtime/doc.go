@@ -1,5 +1,5 @@
-// Package runtime runs pauses and containers: runtime-spec, root filesystem, launch, signals, exit,
-// removal.
+// Package runtime runs pauses and containers. It builds their runtime-specs and root filesystems,
+// launches, signals and removes them, and reports their exits.
 //
 // # Contract
 //
@@ -10,16 +10,16 @@
 //
 // The runtime-spec is a function of the recorded Spec and the node. It is built when a container is
 // planned, and once more if plugins have changed the container. A start gets that spec. If a daemon
-// has only the record, it builds the spec again, also for display and for checkpoints. Annotations
-// of users do not affect the runtime.
+// has only the record, it builds the spec again. It also does so for display and for checkpoints.
+// Annotations of users do not affect the runtime.
 //
 // Images are inspected (users, subpaths) through a mount that belongs to no mount namespace. Reads
 // stay inside the image and are bounded. A fault of the image is InvalidArgument.
 //
 // A pidfd decides whether a process has exited. The exit record of the shim holds the container's
 // exit. If the shim was lost, the daemon kills every surviving process of the container before it
-// publishes the exit, so that no second instance runs beside the first. Stopping is
-// level-triggered: check, signal, check again. No caller that waits here holds the container's
-// lock, because the exit is published under it. A shutdown of the daemon interrupts a wait and does
-// not affect the container. The next daemon continues the wait.
+// publishes the exit. So kubelet cannot start a second instance beside the first. A stop checks the
+// state, sends a signal, and checks again. No caller that waits here holds the container's lock,
+// because the exit is published under it. A shutdown of the daemon interrupts a wait and does not
+// affect the container. The next daemon continues the wait.
 package runtime

@@ -51,8 +51,8 @@ func (k Dumper) Prepare(ctx context.Context, id string, dir *os.File) (Dump, err
 	return d, nil
 }
 
-// freezeTimeout limits the wait until a container is frozen. Containers of its pod that are frozen
-// already wait as long.
+// freezeTimeout limits the wait until a container is frozen. Containers of its pod that are already
+// frozen stay frozen meanwhile.
 const freezeTimeout = 5 * time.Second
 
 // Freeze freezes a container. Its monitor thaws it after timeout at the latest. Errors:
@@ -90,9 +90,9 @@ func unfreezable(group *cgroup.Group) string {
 	return text
 }
 
-// EndLeft ends the CRIUs of an earlier daemon and thaws their containers: CRIU may have frozen a
-// container after its monitor's last thaw. cgroupsPath returns the path of a container's cgroup,
-// empty if the container does not exist. A CRIU that hangs in the kernel is an error.
+// EndLeft ends the CRIUs of an earlier daemon and thaws their containers, because CRIU may have
+// frozen a container after its monitor's last thaw. cgroupsPath returns the path of a container's
+// cgroup, or "" if the container does not exist. A CRIU that hangs in the kernel is an error.
 func (k Dumper) EndLeft(cgroupsPath func(id string) string) error {
 	left, err := shim.LeftDumps()
 	for _, id := range left {
@@ -105,7 +105,8 @@ func (k Dumper) EndLeft(cgroupsPath func(id string) string) error {
 	return nil
 }
 
-// Thaw thaws a container without its monitor. A container without a cgroup is no error.
+// Thaw thaws a container and does not ask its monitor. It is no error if the container has no
+// cgroup.
 func (k Dumper) Thaw(cgroupsPath string) error {
 	if cgroupsPath == "" {
 		return nil

@@ -21,9 +21,9 @@ import (
 	"berth/shim/ociruntime"
 )
 
-// SaveSandbox saves a pod's sandbox, which must have no other container than c, into
-// archive.ImagesDir below dir. The container's changed files are in the images, because the sandbox
-// keeps them in an overlay of its own. No container may start in the sandbox meanwhile.
+// SaveSandbox saves a pod's sandbox into archive.ImagesDir below dir. The sandbox must have no
+// other container than c. The container's changed files are in the images, because the sandbox
+// keeps them in its own overlay. No container may start in the sandbox meanwhile.
 //
 // The sandbox stops and continues by itself. An end of ctx does not cancel a save that has begun.
 // Errors: FailedPrecondition if the sandbox cannot be saved. ResourceExhausted if a filesystem is
@@ -50,7 +50,8 @@ func (k Dumper) SaveSandbox(ctx context.Context, pod *state.PodSpec, c *state.Co
 	return k.checkShm(pod.ID)
 }
 
-// sandboxFailed gives an error that a runtime reported about a sandbox a code, and shortens it.
+// sandboxFailed adds a gRPC code to an error that a runtime has reported about a sandbox. It also
+// shortens the error.
 func sandboxFailed(err error, id string) error {
 	var said *ociruntime.Error
 	if !errors.As(err, &said) {
@@ -88,7 +89,7 @@ func (k Dumper) checkSandbox(pod *state.PodSpec, program *ociruntime.Runtime, id
 }
 
 // checkOverlay returns FailedPrecondition unless the sandbox keeps the container's changed files. A
-// read-only root filesystem has none.
+// read-only root filesystem has no writable layer.
 func (k Dumper) checkOverlay(podID string, c *state.ContainerSpec) error {
 	if c.Config.GetLinux().GetSecurityContext().GetReadonlyRootfs() {
 		return nil

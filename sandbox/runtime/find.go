@@ -18,8 +18,8 @@ import (
 	"berth/shim/proto"
 )
 
-// Find returns the processes of an earlier daemon's container, from the shim directory. Running is
-// nil without a living shim. The second result holds the recorded processes.
+// Find returns the processes of an earlier daemon's container, from the shim directory. If no shim
+// lives, Running is nil. The second result holds the recorded processes.
 func (k Processes) Find(ctx context.Context, id string) (*Running, proto.PIDs, error) {
 	monitorFile, ids, err := k.openMonitor(ctx, id)
 	if err != nil || monitorFile == nil {
@@ -32,8 +32,8 @@ func (k Processes) Find(ctx context.Context, id string) (*Running, proto.PIDs, e
 	return newRunning(init, monitorFile, ids.InitPID, ids.StartedAt), ids, nil
 }
 
-// LeftBehind returns the processes of a container whose shim is gone and whose processes survive
-// SIGKILL.
+// LeftBehind returns the processes of a container that has no shim any more and whose processes
+// survive SIGKILL.
 func LeftBehind(ids proto.PIDs) (*Running, error) {
 	init, err := openInit(ids)
 	if err != nil {
@@ -165,8 +165,8 @@ func (k Processes) LogLost(id string) {
 }
 
 // UnreadableExit returns the transient error that prevents reading the exit record of an ended
-// shim, for example a lack of file descriptors. It returns nil if the record is readable or
-// damaged, or if this daemon watches no ended shim.
+// shim, for example a lack of file descriptors. If the record is readable or damaged, it returns
+// nil. It also returns nil if this daemon watches no ended shim.
 func (k Processes) UnreadableExit(id string, run *Running) error {
 	if run.Shim == nil {
 		return nil

@@ -66,9 +66,9 @@ func (k Launcher) Pause(ctx context.Context, pod *state.Pod, planned *specs.Spec
 	return started, nil
 }
 
-// PlanPause decides how the pod's pause is created, and builds its runtime-spec. That of a pause
-// image is nil, because its users are not known yet. PlanPause refuses a pod whose embedded pause
-// cannot be described. It does not change the host.
+// PlanPause decides how the pod's pause is created, and builds its runtime-spec. For a pause image
+// the spec is nil, because the image's users are not known yet. PlanPause refuses a pod whose
+// embedded pause cannot be described. It does not change the host.
 func (k Launcher) PlanPause(ctx context.Context, pod *state.Pod) (proto.PauseKind, *specs.Spec, error) {
 	if pod.PauseImage != nil {
 		return proto.ContainerPause, nil, nil
@@ -103,7 +103,8 @@ func (k Launcher) embeddedRoot(pod *state.Pod) rootfs.Spec {
 	return k.Roots.Pause(k.PauseDir, k.idMap(pod), pod.Labels.Mount)
 }
 
-// describePause builds the runtime-spec of the pod's pause. files are those of the pause image.
+// describePause builds the runtime-spec of the pod's pause. files are the user files of the pause
+// image.
 func (k Launcher) describePause(ctx context.Context, pod *state.Pod, files UserFiles) (*specs.Spec, error) {
 	var config *ocispec.ImageConfig
 	var imageUser string
@@ -216,7 +217,7 @@ func (k Launcher) Validate(
 
 // labelMounts sets the labels of mounts that request it. A volume may hold millions of files on a
 // server that does not answer. When ctx ends, the current volume is finished in the background. A
-// retry of the creation waits for it and then labels the volume again.
+// retry of the creation waits for the labelling, and then labels the volume again.
 func (k Launcher) labelMounts(ctx context.Context, sources []string, labels confine.Labels) error {
 	for _, source := range sources {
 		if err := k.Sources.exclusive(ctx, "label", source, func() error {

@@ -28,7 +28,7 @@ type Processes struct {
 }
 
 // KillTimeout bounds the wait for killed processes. A process that takes longer is blocked in the
-// kernel. The rest of its pod is taken down without it.
+// kernel. The rest of its pod is removed, but the process stays.
 const KillTimeout = 10 * time.Second
 
 // MonitorTimeout bounds the time between a container's exit and its monitor's report. It is less
@@ -38,13 +38,13 @@ const MonitorTimeout = KillTimeout / 2
 // stoppedTimeout is MonitorTimeout for a monitor in a stopped state, which cannot report.
 const stoppedTimeout = 2 * time.Second
 
-// orphanTimeout bounds the wait for the other processes of an exited init, before the daemon
-// writes the exit record in place of the shim.
+// orphanTimeout bounds the wait for the other processes of an exited init, before the daemon writes
+// the exit record in place of the shim.
 const orphanTimeout = 2 * time.Second
 
 // Running holds the processes of a container that has a shim.
 type Running struct {
-	Init, Shim *os.File // pidfds; nil for processes that had exited when recovery found the container
+	Init, Shim *os.File // pidfds; nil if the process had exited when recovery found the container
 	PID        int      // of Init
 	StartedAt  time.Time
 	Exited     chan struct{} // closed when the exit is published
@@ -94,9 +94,9 @@ func (k Processes) EndShim(ctx context.Context, id, cgroupsPath string, r *ociru
 	return nil
 }
 
-// writeExit writes the exit record from init's status, unless the shim wrote one. Like the shim, it
-// first kills all other processes of the cgroup, because kubelet starts the next instance after the
-// exit.
+// writeExit writes the exit record from init's status, unless the shim has written it. Like the
+// shim, it first kills all other processes of the cgroup, because kubelet starts the next instance
+// after the exit.
 func (k Processes) writeExit(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	if _, err := shim.ReadExit(k.Node.Shim(id)); err == nil {
 		return nil
@@ -256,9 +256,9 @@ func (k Processes) AwaitExit(ctx context.Context, run *Running, timeout time.Dur
 // pollInterval is the time between two checks of a container that is being stopped.
 const pollInterval = 500 * time.Millisecond
 
-// AwaitStop is AwaitExit, but returns early for an unreadable exit record, and for a stopped shim,
-// which cannot report the exit. A working shim on a slow disk gets the full time, because killing
-// it would lose the exit.
+// AwaitStop is AwaitExit, but returns early in two cases: if the exit record is unreadable, or if
+// the shim is stopped and so cannot report the exit. A working shim on a slow disk gets the full
+// time, because killing it would lose the exit.
 func (k Processes) AwaitStop(ctx context.Context, id string, run *Running, timeout time.Duration) bool {
 	for begin := time.Now(); ; {
 		left := timeout - time.Since(begin)

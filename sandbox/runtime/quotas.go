@@ -28,8 +28,8 @@ const (
 // (FS_IOC_FSSETXATTR). A container that could guess its neighbour's ID could use up the neighbour's
 // limit, or cause its eviction.
 //
-// A recently used ID is not drawn again soon. An ID that still owns files is not drawn either,
-// because a layer is deleted in the background after its container's removal.
+// A recently used ID is not drawn again soon. An ID that still owns files is not drawn, because a
+// layer is deleted in the background after its container's removal.
 type Quotas struct {
 	filesystem *diskusage.Quotas
 	limit      uint64 // maximum bytes of a layer; 0: no limit
@@ -75,7 +75,8 @@ func (q *Quotas) Keep(project uint32) {
 	q.used[project] = true
 }
 
-// Take reserves a project without files until Release. It returns 0 without quotas.
+// Take reserves a project that has no files. The caller calls Release. If there are no quotas, it
+// returns 0.
 func (q *Quotas) Take() (uint32, error) {
 	if q == nil {
 		return 0, nil

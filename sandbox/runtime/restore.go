@@ -27,8 +27,8 @@ type Unpacker interface {
 	Unpack(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error)
 }
 
-// Restores prepares what pods and containers get from a checkpoint. Nothing in a checkpoint names a
-// file outside berth's own directories, or an image to use.
+// Restores prepares what pods and containers get from a checkpoint. Names in a checkpoint never
+// select a file outside berth's own directories, or an image to use.
 type Restores struct {
 	Dirs     state.Dirs
 	Key      func() (*archive.Key, error) // of this node
@@ -38,8 +38,8 @@ type Restores struct {
 // Import copies the checkpoint at path to the directory of the pod with that ID and checks it. The
 // caller removes Dirs.Writable of the pod after an error. The original is not needed afterwards.
 //
-// Errors: InvalidArgument for a malformed checkpoint. FailedPrecondition for one that is not signed
-// with the node's key, or of another architecture.
+// Errors: InvalidArgument for a malformed checkpoint. FailedPrecondition for a checkpoint that is
+// not signed with the node's key, or of another architecture.
 func (k Restores) Import(ctx context.Context, path, podID string) (*archive.Archive, error) {
 	key, err := k.Key()
 	if err != nil {
@@ -73,8 +73,8 @@ func (k Restores) Import(ctx context.Context, path, podID string) (*archive.Arch
 	return a, nil
 }
 
-// Compare returns FailedPrecondition with the difference if the checkpoint of a container is not
-// that of a container with this image and spec.
+// Compare returns FailedPrecondition with the difference if a checkpoint does not belong to a
+// container with this image and spec.
 func (k Restores) Compare(ctx context.Context, a *archive.Archive, c *state.Container, runtimeSpec *specs.Spec) error {
 	return process.Compare(a, process.Request{
 		Dir:     k.Dirs.CheckpointOf(c.PodID, c.Restore),
@@ -99,7 +99,7 @@ func (k Launcher) restoreSandbox(pod *state.Pod, r *state.Restore) *proto.Restor
 }
 
 // checkRestored returns FailedPrecondition if a pod's sandbox waits for the restore of a container.
-// It would take the next container for that one.
+// It would treat the next container as that container.
 func checkRestored(ctx context.Context, pod *state.Pod) error {
 	if pod.Restore == nil {
 		return nil
@@ -125,7 +125,7 @@ func (k Launcher) restore(ctx context.Context, pod *state.Pod, c *state.Containe
 		return nil, errdefs.FailedPrecondition("restore: %w", err)
 	}
 	images := filepath.Join(k.Node.CheckpointOf(c.PodID, c.Restore), archive.ImagesDir)
-	// Those of containers that have started are removed.
+	// The checkpoints of containers that have started are removed.
 	pending, err := filepath.Glob(filepath.Join(k.Node.Checkpoint(c.PodID), "*", archive.ImagesDir))
 	if err != nil {
 		return nil, fmt.Errorf("restore: %w", err)

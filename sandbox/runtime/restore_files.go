@@ -74,8 +74,8 @@ func (k Restores) fillVolumes(ctx context.Context, id, path string) error {
 	return nil
 }
 
-// FillShm writes the checkpointed content of /dev/shm into that of the pod. name is the directory
-// of a container that has it; "." for the pod's own.
+// FillShm writes the checkpointed content of /dev/shm into the pod's /dev/shm. name is the
+// container's directory with this content, or "." for the pod's.
 func (k Restores) FillShm(ctx context.Context, podID, name string) error {
 	shm, err := os.Open(k.Dirs.Shm(podID))
 	if err != nil {
@@ -148,9 +148,9 @@ func whiteouts(dir string) (*whiteoutReader, error) {
 	return newWhiteoutReader(names)
 }
 
-// newWhiteoutReader returns the entries with these names after a comment. What follows must never
-// be first: an unpacker finds a compression by the first bytes, and the first name in a tar can
-// begin like a gzip file.
+// newWhiteoutReader returns the entries with these names after a comment. The entries after the
+// comment must never come first. An unpacker detects a compression by the first bytes, and the
+// first name in a tar can begin like a gzip file.
 func newWhiteoutReader(names []string) (*whiteoutReader, error) {
 	r := &whiteoutReader{names: names}
 	r.tar = tar.NewWriter(&r.buffer)

@@ -71,8 +71,8 @@ func (k Roots) PauseImage(ctx context.Context, reference string) (*state.Image, 
 	return &state.Image{ID: img.ID, Layers: img.Layers, Config: img.Config}, nil
 }
 
-// Pause returns the root filesystem of the embedded pause, one of berth's directories. With an
-// SELinux label it is an overlay, because a bind mount cannot change the labels of files.
+// Pause returns the root filesystem of the embedded pause, one of berth's directories. If it has an
+// SELinux label, it is an overlay, because a bind mount cannot change the labels of files.
 func (k Roots) Pause(dir string, idMap *rootfs.IDMap, label string) rootfs.Spec {
 	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: dir}}, IDMap: idMap}
 	if label != "" {
@@ -82,8 +82,8 @@ func (k Roots) Pause(dir string, idMap *rootfs.IDMap, label string) rootfs.Spec 
 }
 
 // asOverlay adds an empty layer to a single layer. A single layer would be a read-only bind mount.
-// A container with CAP_SYS_ADMIN could remount it writable and change the layer for all its users.
-// An overlay without an upper layer cannot become writable.
+// A container with CAP_SYS_ADMIN could remount a bind mount writable, and change the layer for all
+// its users. An overlay without an upper layer cannot become writable.
 func (k Roots) asOverlay(layers []rootfs.Layer) []rootfs.Layer {
 	if len(layers) > 1 {
 		return layers
@@ -165,8 +165,8 @@ func (k Roots) ReleaseVolumes(id string, volumes []state.Volume) error {
 	return failed
 }
 
-// CheckVolumes verifies that a container's image volumes can be mounted: their layers exist, and
-// the layers contain the subpaths.
+// CheckVolumes verifies that a container's image volumes can be mounted. Their layers must exist,
+// and must contain the subpaths.
 func (k Roots) CheckVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) error {
 	held, err := k.HoldVolumes(id, config, volumes)
 	if err != nil {

@@ -36,7 +36,7 @@ func (s *Sources) exclusive(ctx context.Context, what, source string, op func() 
 	if err != nil {
 		return err
 	}
-	return s.tasks.DetachStep(ctx, task.Timeout, what, source, func() error { // starts nothing only after the daemon's shutdown
+	return s.tasks.DetachStep(ctx, task.Timeout, what, source, func() error { // it fails only after the daemon's shutdown
 		defer end()
 		defer s.tasks.Begin("answer", "volume "+source)()
 		return op()
@@ -69,7 +69,8 @@ func (s *Sources) await(ctx context.Context, other chan struct{}, source string)
 	}
 }
 
-// enter returns nil if the source is free, else the channel that is closed when it becomes free.
+// enter returns nil if the source is free. Otherwise it returns the channel that is closed when the
+// source becomes free.
 func (s *Sources) enter(key string) (other chan struct{}) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -87,7 +88,7 @@ func (s *Sources) leave(key string) {
 }
 
 // detached runs op, which may block on a hanging volume, after each volume of the container has
-// answered. A dead volume blocks one thread, however many containers mount it. When ctx ends,
+// answered. A dead volume blocks only one thread, even if many containers mount it. When ctx ends,
 // detached returns ctx's error and op continues.
 func (k Launcher) detached(ctx context.Context, c *state.Container, what string, op func() error) error {
 	if err := k.awaitVolumes(ctx, c); err != nil {
@@ -115,9 +116,9 @@ func (k Launcher) awaitVolumes(ctx context.Context, c *state.Container) error {
 	return nil
 }
 
-// launchSpec returns the planned runtime-spec after all volumes have answered and the default
-// AppArmor profile is loaded, so that the launcher hangs at no dead volume. It builds a missing
-// one.
+// launchSpec returns the planned runtime-spec, or builds it if it is nil. It first waits until all
+// volumes have answered, so that no dead volume blocks the launcher. It also loads the default
+// AppArmor profile.
 func (k Launcher) launchSpec(
 	ctx context.Context, pod *state.Pod, c *state.Container, planned *specs.Spec, targetPIDNS func() (string, error),
 ) (*specs.Spec, error) {

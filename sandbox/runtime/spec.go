@@ -106,8 +106,7 @@ func (k Launcher) containerSpec(
 	return spec, k.bindDevices(p, c, names, spec)
 }
 
-// raiseOOMScore raises the oom_score_adj of a process, whoever has requested it, to the lowest
-// value that the node permits.
+// raiseOOMScore raises the oom_score_adj of a process to the lowest value that the node permits.
 func raiseOOMScore(p *specs.Process, facts host.Facts) {
 	if p.OOMScoreAdj != nil {
 		score := max(*p.OOMScoreAdj, facts.OOMScoreAdjMin)
@@ -181,9 +180,9 @@ func (k Launcher) bindDevices(p *state.Pod, c *state.Container, cdiNames []strin
 }
 
 // ForPlugins returns the part of a container's spec that its record keeps for plugins. Plugins are
-// called under a hold and with locks. Building a new spec would inspect the container's volumes,
-// and a hanging volume would block all plugins. The seccomp filter is the largest part and is left
-// out. Plugins see it only at the creation.
+// called under a hold and with locks. A new spec would require an inspection of the container's
+// volumes, and a hanging volume would block all plugins. The seccomp filter is the largest part and
+// is left out. Plugins see it only at the creation.
 func ForPlugins(spec *specs.Spec) *specs.Spec {
 	linux := *spec.Linux
 	linux.Seccomp = nil

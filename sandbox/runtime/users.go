@@ -94,8 +94,8 @@ func readUserFile(root *os.File, path string) ([]byte, error) {
 	return data, nil
 }
 
-// isImageFault reports whether the image makes a file unreadable: the file is missing or too large,
-// its links loop, or a directory is a file.
+// isImageFault reports whether the image makes a file unreadable. The file may be missing or too
+// large, its links may loop, or a directory may be a file.
 func isImageFault(err error) bool {
 	return errors.Is(err, safefs.ErrNotRegular) || errors.Is(err, safefs.ErrTooLarge) || errdefs.IsBadPath(err)
 }

@@ -31,7 +31,7 @@ func NewFeed[T any](limit int) *Feed[T] {
 
 // Publish gives an item to all readers, without waiting for them. It calls make only if the feed
 // has readers. It holds the lock meanwhile, so that items which describe states are queued in the
-// order of the states. make must be fast, must not wait and must not call the feed.
+// order of the states. make must be fast. It must not wait, and must not call the feed.
 func (f *Feed[T]) Publish(make func() T) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -58,7 +58,7 @@ type FeedReader[T any] struct {
 	feed *Feed[T]
 	more chan struct{} // capacity 1: the queue may have changed
 
-	// Guarded by the feed's lock:
+	// The feed's lock guards the fields below.
 	queue  []T
 	behind bool
 }

@@ -29,7 +29,7 @@ type Identity struct {
 
 	// In the file of the state directory:
 	Root   string `json:"root,omitempty"`
-	Inode  uint64 `json:"inode,omitempty"`  // of the file in root; a copy of root has another one
+	Inode  uint64 `json:"inode,omitempty"`  // of the file in root; a copy of root has another inode
 	Mount  string `json:"mount,omitempty"`  // where the filesystem of root is mounted
 	Device string `json:"device,omitempty"` // of that mount
 }
@@ -39,7 +39,8 @@ const maxIdentity = 32 << 10
 
 func identityFile(dir string) string { return filepath.Join(dir, "identity") }
 
-// ReadIdentity reads the identity in root or a state directory. It is empty without a valid file.
+// ReadIdentity reads the identity in root or a state directory. If there is no valid file, it is
+// empty.
 func ReadIdentity(dir string) (Identity, error) {
 	data, err := safefs.ReadHostFile(identityFile(dir), maxIdentity)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -49,13 +50,13 @@ func ReadIdentity(dir string) (Identity, error) {
 		return Identity{}, fmt.Errorf("read the identity of %s: %w", dir, err)
 	}
 	var i Identity
-	if json.Unmarshal(data, &i) != nil { // damaged by a power cut: as if it were missing
+	if json.Unmarshal(data, &i) != nil { // a file that a power cut has damaged counts as missing
 		return Identity{}, nil
 	}
 	return i, nil
 }
 
-// InodeOf returns the inode of the identity file in root, 0 without one.
+// InodeOf returns the inode of the identity file in root, or 0 if there is none.
 func InodeOf(root string) (uint64, error) {
 	var st unix.Stat_t
 	err := unix.Stat(identityFile(root), &st)
@@ -96,7 +97,7 @@ func (d Dirs) Identify() error {
 		return nil
 	}
 	known = Identity{ID: own.ID, Root: d.Root, Inode: inode}
-	if mount, err := host.MountOf(d.Root); err == nil { // else messages do not name it: in a chroot, no mount may be visible
+	if mount, err := host.MountOf(d.Root); err == nil { // otherwise messages do not name the mount, because in a chroot no mount may be visible
 		known.Mount, known.Device = mount.Mountpoint, mount.Source
 	}
 	return writeIdentity(d.State, known)
@@ -113,9 +114,10 @@ func writeIdentity(dir string, i Identity) error {
 	return nil
 }
 
-// Recorded returns the IDs of all pods and containers that root knows: they have records, which
-// may be damaged or set aside. changed is when a record was last written or removed. It is zero if
-// a folder of records is missing: no daemon has used root, or the folder was removed.
+// Recorded returns the IDs of all pods and containers that have records below root. The records may
+// be damaged or set aside. changed is the time when a record was last written or removed. It is
+// zero if a folder of records is missing, because no daemon has used root or the folder was
+// removed.
 func Recorded(root string) (ids map[string]bool, changed time.Time, err error) {
 	ids = map[string]bool{}
 	complete := true

@@ -81,7 +81,8 @@ func (ix *Index[T]) Get(id string) (T, bool) {
 }
 
 // Find returns the visible object with that ID, or the only visible object whose ID starts with id.
-// Errors: NotFound without such an object; InvalidArgument for an empty or ambiguous id.
+// The error is NotFound if there is no such object, and InvalidArgument if id is empty or
+// ambiguous.
 func (ix *Index[T]) Find(id string) (T, error) {
 	var found T
 	if id == "" {

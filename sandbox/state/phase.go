@@ -21,8 +21,8 @@ const (
 )
 
 // Phases of a container. Its record is written before a container enters Creating, and again at
-// Created, Starting, Exited and Removing. It is not written at Running: the shim directory records
-// the start.
+// Created, Starting, Exited and Removing. It is not written at Running, because the shim directory
+// records the start.
 const (
 	ContainerCreating Phase = "creating" // its parts may exist on the host; no client has seen it
 	ContainerCreated  Phase = "created"
@@ -31,7 +31,7 @@ const (
 	ContainerExited   Phase = "exited"
 )
 
-// Phases of both. Removing is recorded. Removed means that nothing remains, not even the record.
+// Phases of both. Removing is recorded. Removed means that everything is removed, even the record.
 const (
 	Removing Phase = "removing"
 	Removed  Phase = "removed"
@@ -67,7 +67,8 @@ func IsContainerPhase(p Phase) bool {
 	return known
 }
 
-// move returns the new phase. The error is Internal: a transition that the table lacks is a bug.
+// move returns the new phase. The error is Internal, because a transition that is not in the table
+// is a bug.
 func move(moves map[Phase][]Phase, object string, from, to Phase) (Phase, error) {
 	if !slices.Contains(moves[from], to) {
 		return from, errdefs.Internal("%s cannot change its phase from %q to %q", object, from, to)
@@ -97,7 +98,7 @@ var (
 )
 
 // loadedPodPhase returns the phase for a recorded pod phase. A recorded stop may be incomplete. An
-// unknown phase stays unchanged: recovery refuses it, and the daemon does not start.
+// unknown phase stays unchanged. Recovery refuses it, and the daemon does not start.
 func loadedPodPhase(recorded Phase) Phase {
 	switch recorded {
 	case podRecorded[PodStopped]:

@@ -52,7 +52,7 @@ func bindOnItself(dir string, propagation uintptr) error {
 	if err != nil {
 		return fmt.Errorf("resolve %s: %w", dir, err)
 	}
-	mounted, err := mountinfo.Mounted(real) // without the mount table, because another mount may cover this one
+	mounted, err := mountinfo.Mounted(real) // not by the mount table, because another mount may cover this mount
 	if err != nil {
 		return fmt.Errorf("check for a mount at %s: %w", real, err)
 	}

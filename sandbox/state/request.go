@@ -52,7 +52,7 @@ func CheckContainer(config *runtimeapi.ContainerConfig, pod *runtimeapi.PodSandb
 		return nil
 	}
 	if pod.GetLogDirectory() == "" {
-		return nil // crictl sets a log path without a directory; like other runtimes, berth then keeps no log
+		return nil // crictl sets a log path but no directory; like other runtimes, berth then keeps no log
 	}
 	if !filepath.IsLocal(logPath) {
 		return errdefs.InvalidArgument("log path %q leaves the pod's log directory", logPath)
@@ -73,14 +73,14 @@ func checkName(what, name string) error {
 	return nil
 }
 
-// PodIdentity returns the identity of a pod: requests with the same identity mean the same pod.
+// PodIdentity returns the identity of a pod. Requests with the same identity mean the same pod.
 // Names are quoted, so that different pods cannot have the same identity.
 func PodIdentity(md *runtimeapi.PodSandboxMetadata) string {
 	return fmt.Sprintf("pod %q in namespace %q (uid %q, attempt %d)",
 		md.GetName(), md.GetNamespace(), md.GetUid(), md.GetAttempt())
 }
 
-// ContainerIdentity returns the identity of a container: requests with the same identity mean the
+// ContainerIdentity returns the identity of a container. Requests with the same identity mean the
 // same container.
 func ContainerIdentity(podID string, md *runtimeapi.ContainerMetadata) string {
 	return fmt.Sprintf("container %q (attempt %d) of pod %s", md.GetName(), md.GetAttempt(), podID)

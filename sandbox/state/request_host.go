@@ -18,8 +18,8 @@ func CheckPodResources(overhead, resources *runtimeapi.LinuxContainerResources, 
 	return nil
 }
 
-// CheckUserNamespace returns FailedPrecondition if a pod requests a user namespace on a host
-// without them.
+// CheckUserNamespace returns FailedPrecondition if a pod requests a user namespace and the host
+// does not support them.
 func CheckUserNamespace(config *runtimeapi.PodSandboxConfig, facts host.Facts) error {
 	mappings, err := oci.UserNamespace(config)
 	if err != nil || mappings == nil || facts.UserNamespaces {

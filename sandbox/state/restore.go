@@ -22,7 +22,7 @@ type Restored struct{ Name, ID string }
 // Restore says that a container continues a checkpoint, or the sandbox of a pod. A checkpoint of a
 // sandbox is in the directory of its container.
 type Restore struct {
-	Name string `json:"name"` // the directory of the container in the checkpoint, "." in one of a single container
+	Name string `json:"name"` // the directory of the container in the checkpoint; "." in a checkpoint of a single container
 	From string `json:"from"` // path of the checkpoint in the request
 }
 
@@ -41,12 +41,12 @@ type RestoreMode string
 
 const (
 	RestoreOff     RestoreMode = "off"     // none
-	RestoreUserns  RestoreMode = "userns"  // those of pods with a user namespace, inside of it
-	RestoreTrusted RestoreMode = "trusted" // others too, which CRIU trusts with root on the node
+	RestoreUserns  RestoreMode = "userns"  // restores of pods with a user namespace, inside of this namespace
+	RestoreTrusted RestoreMode = "trusted" // all restores; CRIU trusts the saved processes with root on the node
 )
 
-// Permit returns FailedPrecondition if CRIU may not restore containers of a pod. mapped: the pod
-// has a user namespace.
+// Permit returns FailedPrecondition if CRIU may not restore containers of a pod. mapped says that
+// the pod has a user namespace.
 func (m RestoreMode) Permit(mapped bool) error {
 	switch {
 	case m == RestoreTrusted || m == RestoreUserns && mapped:
@@ -60,7 +60,7 @@ func (m RestoreMode) Permit(mapped bool) error {
 		"Read docs/checkpoint.md before you change checkpoint.restore")
 }
 
-// CheckRestorable refuses settings of a container that CRIU cannot restore: FailedPrecondition.
+// CheckRestorable returns FailedPrecondition for settings of a container that CRIU cannot restore.
 func CheckRestorable(config *runtimeapi.ContainerConfig) error {
 	name := config.GetMetadata().GetName()
 	for _, mount := range config.GetMounts() {

@@ -15,8 +15,8 @@ import (
 )
 
 // Run is one lifetime of the state directory, from its creation until it is emptied. It ends with
-// the boot. On a node that is itself a container (kind, LXC, nspawn) it also ends with each
-// restart, while the boot ID of the host stays.
+// the boot. If the node itself is a container (kind, LXC, nspawn), the run also ends with each
+// restart, while the boot ID of the host stays the same.
 type Run struct {
 	ID  string // random; "" if it could not be written
 	New bool   // the state directory was empty, without state of an earlier daemon
@@ -51,8 +51,8 @@ func (d Dirs) ReadRun() (Run, error) {
 }
 
 // OpenRun returns the run of the state directory, which must exist. It writes a new ID if the file
-// is missing. Call it before Prepare, because a directory without an ID but with subdirectories is
-// adopted from an earlier version. On a full or read-only filesystem the ID stays empty.
+// is missing. It must be called before Prepare. A directory that has subdirectories but no ID
+// counts as one of an earlier version. On a full or read-only filesystem the ID stays empty.
 func (d Dirs) OpenRun() (Run, error) {
 	run, err := d.ReadRun()
 	if err != nil || run.ID != "" {

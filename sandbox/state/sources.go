@@ -17,10 +17,10 @@ import (
 )
 
 // MakeSources creates missing source directories of a container's mounts. The CRI asks for an
-// error. But kubelet leaves a hostPath without a type to the runtime, containerd and CRI-O create
-// it, and workloads rely on that. Like theirs, the directories stay. MakeSources follows no
-// dangling link. After ctx has ended it creates nothing, because with a hanging volume that may be
-// long after the container's removal.
+// error. If a hostPath has no type, kubelet leaves the check to the runtime. containerd and CRI-O
+// create the path, and workloads rely on that. Like theirs, the directories stay. MakeSources
+// follows no dangling link. After ctx has ended it creates no directory. If a volume hangs, the
+// container may have been removed long before.
 func MakeSources(ctx context.Context, config *runtimeapi.ContainerConfig) error {
 	for _, m := range config.GetMounts() {
 		source := m.GetHostPath()

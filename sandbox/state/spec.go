@@ -60,7 +60,7 @@ type ContainerSpec struct {
 	Config      *runtimeapi.ContainerConfig `json:"-"` // as kubelet sent it
 	Image       Image                       `json:"image"`
 	Volumes     []Volume                    `json:"volumes,omitempty"` // image volumes
-	Restore     *Restore                    `json:"restore,omitempty"` // the checkpoint that it continues; nil: it starts anew
+	Restore     *Restore                    `json:"restore,omitempty"` // the checkpoint that the container continues; nil: it starts anew
 	Project     uint32                      `json:"project,omitempty"` // quota project of the writable layer; 0: none
 	CgroupsPath string                      `json:"cgroupsPath"`       // as in the runtime-spec
 	LogPath     string                      `json:"logPath,omitempty"` // absolute; empty: no log is kept
@@ -83,7 +83,7 @@ type Image struct {
 }
 
 // Volume is an image that a container mounts as a volume (KEP-4639). The image may be removed
-// before the container; its layers stay.
+// before the container, but its layers stay.
 type Volume struct {
 	Mount   int             `json:"mount"` // index in the config's mounts
 	ImageID string          `json:"imageID"`

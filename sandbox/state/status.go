@@ -26,7 +26,7 @@ type Locked[T any] struct {
 func NewLocked[T any](value T) Locked[T] { return Locked[T]{task.NewLock(), &value} }
 
 // With calls op with the value while it holds the lock. what and object name the operation. The
-// error is op's, or ctx's if the wait for the lock ends with it.
+// error is that of op, or that of ctx if it ends while op waits for the lock.
 func (l *Locked[T]) With(ctx context.Context, tasks *task.Runner, what, object string, op func(*T) error) error {
 	return tasks.WithLock(ctx, l.lock, what, object, func() error { return op(l.value) })
 }
@@ -57,7 +57,7 @@ type PodStatus struct {
 	Undo       *Undo                                        `json:"undo,omitempty"`       // nil: no attempt to undo it has failed
 	Restoring  bool                                         `json:"restoring,omitempty"`  // RestorePod has not created all containers; a later daemon removes the pod
 	Presented  bool                                         `json:"-"`                    // plugins were called with it
-	TakenDown  bool                                         `json:"-"`                    // takeDown succeeded; a later daemon repeats it
+	TakenDown  bool                                         `json:"-"`                    // takeDown has succeeded; a later daemon repeats it
 
 	shown *runtimeapi.PodSandboxConfig // the config with Resources; nil: the config
 }
@@ -110,11 +110,11 @@ type ContainerStatus struct {
 	Process    *specs.Process        `json:"process,omitempty"`          // template of execs; nil until the creation is complete
 	Described  *specs.Spec           `json:"described,omitempty"`        // shown to plugins besides Process
 
-	Filled    bool      `json:"filled,omitempty"`   // the writable layer has the files of the checkpoint, and no start has used it
+	Filled    bool      `json:"filled,omitempty"`   // the writable layer has the files of the checkpoint, and no start has changed them
 	StartedAt time.Time `json:"startedAt,omitzero"` // of the StartContainer call; in a snapshot of a running container: of its init
 	Exit      *Exit     `json:"exit,omitempty"`     // nil unless it has exited
 	Lazy      bool      `json:"lazy,omitempty"`     // a layer was incomplete at its start, see proto.Launch.Keep
-	// WrongFiles says why its files may be wrong: it is killed.
+	// WrongFiles says why the container's files may be wrong. The container is then killed.
 	WrongFiles string `json:"distrust,omitempty"`
 	PID        int    `json:"-"` // of the init, on the host; 0 unless it runs
 	Presented  bool   `json:"-"` // plugins were called with it
@@ -150,8 +150,8 @@ const (
 	ReasonShimLost   = "ShimLost" // the shim was killed, so the exit code is unknown
 	ReasonUnknown    = "Unknown"  // the node was restarted
 
-	// ReasonWrongFiles: the table of contents of a layer was wrong, or was not proven, so the files
-	// of the image may have been wrong.
+	// ReasonWrongFiles means that the files of the image may have been wrong, because the table of
+	// contents of a layer was wrong or not proven.
 	ReasonWrongFiles = "WrongFiles"
 )
 

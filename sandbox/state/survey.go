@@ -132,8 +132,8 @@ func IDs(root string) ([]string, error) {
 	return ids, nil
 }
 
-// PodCIDR returns the recorded pod CIDR, even of a running daemon. It is empty without a record or
-// for a damaged record.
+// PodCIDR returns the recorded pod CIDR, even of a running daemon. It is empty if there is no
+// record, or if the record is damaged.
 func PodCIDR(root string) (cidr string, err error) {
 	_, err = record.Inspect(filepath.Join(root, "runtime"), "runtime", runtimeVersion,
 		func(_ string, _ int, body []byte) error {

@@ -21,16 +21,16 @@ type Cgroups struct {
 	Node state.Node
 }
 
-// ContainerMeter measures one cgroup. The zero value is for a container without processes in its
-// cgroup, and its usage is unknown.
+// ContainerMeter measures one cgroup. The zero value is for a container that has no processes in
+// its cgroup. Its usage is unknown.
 type ContainerMeter struct {
 	reader *cgstats.Reader
 	rate   rate
 	last   atomic.Pointer[cgstats.Sample] // counters of the last read
 }
 
-// ContainerMeter returns a meter of the cgroup at a runtime-spec cgroupsPath. With tasks it also
-// counts tasks.
+// ContainerMeter returns a meter of the cgroup at a runtime-spec cgroupsPath. If tasks is set, it
+// also counts tasks.
 func (h Cgroups) ContainerMeter(cgroupsPath string, tasks bool) *ContainerMeter {
 	return &ContainerMeter{reader: cgstats.New(func() (cgstats.Group, error) {
 		group, err := h.Node.Cgroup(cgroupsPath)

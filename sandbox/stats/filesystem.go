@@ -32,7 +32,7 @@ func (c *Sampler) Locate() error {
 	}
 	c.mountpoint = c.cfg.Layers
 	if shared {
-		c.mountpoint = c.cfg.Images // equal names tell kubelet that they share a filesystem (KEP-4191)
+		c.mountpoint = c.cfg.Images // equal mountpoints tell kubelet that images and containers share a filesystem (KEP-4191)
 	}
 	if mount, err := host.MountOf(c.cfg.Layers); err == nil {
 		c.device = mount.Source

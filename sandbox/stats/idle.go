@@ -20,8 +20,8 @@ const maxUnseen = 10 * time.Minute
 
 // usedCPU returns the CPU time of the container's pod as text from the kernel. It reads the pod's
 // cgroup, not the container's, because one container can write to another's files through /proc in
-// a shared PID namespace. Pods without a cgroup of their own (no cgroup_parent) share one value, so
-// such a pod is idle only when all of them are. The text is empty when the kernel does not report
+// a shared PID namespace. Pods that have no cgroup (no cgroup_parent) share one value, so such a
+// pod is idle only when all such pods are idle. The text is empty when the kernel does not report
 // the time of all processes of the container.
 func usedCPU(s *Target, node state.Node) (string, error) {
 	if s.Init == 0 {

@@ -32,7 +32,7 @@ var (
 // walks holds the results of the last walks of a layer, latest first.
 type walks [3]diskusage.Usage
 
-// after returns the walks with a new latest one.
+// after returns the walks with a new latest walk.
 func (w walks) after(found diskusage.Usage) walks { return walks{found, w[0], w[1]} }
 
 // most returns the largest result.
@@ -101,7 +101,7 @@ func (c *Sampler) walkVolumes(ctx context.Context, id string) (diskusage.Usage, 
 //   - Directories that change all the time are common. The largest of the last three walks counts.
 //     A container that hides files by moving them must succeed three times in a row.
 //   - Directories nested too deep to walk are an evasion, and so are more files than walkTimeout
-//     allows. Such a layer is charged all used space of the filesystem.
+//     than walkLimit allows. Such a layer is charged with all used space of the filesystem.
 //   - After any other incomplete walk the last size stays, unless the walk found more.
 func settle(last diskusage.Usage, w walks, err error, occupied diskusage.Usage) diskusage.Usage {
 	switch {

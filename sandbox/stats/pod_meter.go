@@ -13,7 +13,7 @@ import (
 
 // PodMeter measures a pod while its pause runs.
 type PodMeter struct {
-	group *ContainerMeter // the pod's cgroup; nil without one
+	group *ContainerMeter // the pod's cgroup; nil if it has none
 	pause *ContainerMeter // the pause's cgroup, if the pod has none; containers are added to it
 	rate  rate            // of the sum, if the pod has no cgroup
 	net   *cgstats.NetDev
@@ -22,9 +22,9 @@ type PodMeter struct {
 	reported atomic.Pointer[cgstats.Sample] // highest counters reported so far
 }
 
-// PodMeter returns the meter of a pod. cgroupsPath is the runtime-spec path of its pause's cgroup.
-// Its parent is the pod's cgroup if hasCgroup is set. netnsPath is the pin of its network
-// namespace; empty: the pod uses the node's.
+// PodMeter returns the meter of a pod. cgroupsPath is the runtime-spec path of the pause's cgroup.
+// If hasCgroup is set, the parent of this cgroup is the pod's cgroup. netnsPath is the pin of its
+// network namespace; empty: the pod uses the node's.
 func (h Cgroups) PodMeter(cgroupsPath string, hasCgroup bool, netnsPath string) *PodMeter {
 	p := &PodMeter{}
 	p.ended.Store(&cgstats.Sample{})
@@ -119,9 +119,9 @@ func (p *PodMeter) Read(
 	return interfaces, p.readSum(u, past, containers)
 }
 
-// readSum adds up the usage of pause, running and ended containers. Pressure cannot be added up. A
-// container that is neither running nor in past for a moment does not lower the result, because no
-// counter is reported lower than before.
+// readSum adds up the usage of pause, running and ended containers. Pressure cannot be added up.
+// For a moment a container may be neither running nor in past. This does not lower the result,
+// because no counter is reported lower than before.
 func (p *PodMeter) readSum(u *Usage, past *cgstats.Sample, containers iter.Seq[*Usage]) error {
 	if err := p.pause.reader.Read(&u.Sample); err != nil {
 		return err
@@ -158,12 +158,12 @@ func (p *PodMeter) Close() error {
 const defaultInterface = "eth0"
 
 // maxInterfaces limits the reported interfaces of a pod. Containers with CAP_NET_ADMIN can create
-// any number. Each takes 2 KiB of metrics, and a list of all pods must stay below the 16 MB that
-// clients accept.
+// any number. Each interface takes 2 KiB of metrics, and a list of all pods must stay below the 16
+// MB that clients accept.
 const maxInterfaces = 100
 
 // defaultFirst moves the default interface to the front and drops interfaces above maxInterfaces.
-// If the network named the default interface differently, it is already first.
+// If the network has given the default interface another name, it is already first.
 func defaultFirst(interfaces []cgstats.Interface) []cgstats.Interface {
 	for i, in := range interfaces {
 		if in.Name == defaultInterface {

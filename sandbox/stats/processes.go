@@ -22,8 +22,8 @@ type Processes struct {
 	MaxFiles       uint64 // soft limit of the init process; math.MaxUint64: unlimited
 }
 
-// countProcesses counts the open files of all processes in a cgroup. Of a process that exits during
-// the count, it counts the files seen so far.
+// countProcesses counts the open files of all processes in a cgroup. If a process exits during the
+// count, the files seen so far count.
 func countProcesses(ctx context.Context, node state.Node, cgroupsPath string, init int) (*Processes, error) {
 	group, err := node.Cgroup(cgroupsPath)
 	if err != nil {

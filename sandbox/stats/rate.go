@@ -52,7 +52,8 @@ func (r *rate) add(at time.Time, usage uint64) (nanoCores uint64, known bool) {
 	return now.rateSince(from)
 }
 
-// rateSince returns the rate between two samples. The rate is unknown without an earlier sample.
+// rateSince returns the rate between two samples. If there is no earlier sample, the rate is
+// unknown.
 func (s cpuSample) rateSince(from cpuSample) (nanoCores uint64, known bool) {
 	elapsed := s.at.Sub(from.at)
 	if from.at.IsZero() || elapsed < minFirst || s.usage < from.usage {

@@ -28,7 +28,7 @@ type PodUsage struct {
 	Running    bool // if false, only Containers is set
 	Usage      Usage
 	Cgroup     string              // path below the cgroup mounts; the pause's if the pod has none
-	Interfaces []cgstats.Interface // the default one first; none on the host's network
+	Interfaces []cgstats.Interface // the default interface first; none on the host's network
 	Containers []ContainerUsage    // only running containers
 }
 

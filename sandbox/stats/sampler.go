@@ -31,14 +31,14 @@ type Sample struct {
 	usedCPU string    // CPU time of the pod before sampling; empty: sample again
 	seen    time.Time // when the files were counted; At is later if the pod has been idle since
 	walks   walks
-	partial bool // quickTimeout was exceeded; the goroutine for slow layers continues
+	partial bool // quickTimeout was exceeded, and the goroutine for slow layers continues
 }
 
 // SampleState holds the last sample of a container. The zero value has none.
 type SampleState struct {
 	last      atomic.Pointer[Sample]
 	requested atomic.Bool // a client has read the last sample
-	slow      atomic.Bool // left to the goroutine for slow layers
+	slow      atomic.Bool // the layer is left to the goroutine for slow layers
 	due       time.Time   // time of the next sample if a client asks; owned by the sampling goroutine
 }
 
@@ -95,8 +95,8 @@ const (
 	maxRest = 2 * time.Minute
 	// maxIdle limits the age of the filesystem's figures while no container is due.
 	maxIdle = time.Minute
-	// unaskedFactor lengthens the period of containers without clients. kubelet is a permanent
-	// client.
+	// unaskedFactor lengthens the period of containers that no client asks for. kubelet asks
+	// permanently.
 	unaskedFactor = 30
 	// maxFiles limits the open files that are counted per container.
 	maxFiles = 100_000
@@ -121,8 +121,8 @@ func (c *Sampler) Last(l *SampleState) *Sample {
 	return l.last.Load()
 }
 
-// Run samples containers until ctx ends. Locate must have succeeded. Slow layers have a goroutine
-// of their own, so a container with millions of files does not delay the samples of others.
+// Run samples containers until ctx ends. Locate must have succeeded. Slow layers have a separate
+// goroutine, so a container with millions of files does not delay the samples of others.
 func (c *Sampler) Run(ctx context.Context) {
 	var slow sync.WaitGroup
 	slow.Go(func() { c.run(ctx, true) })
@@ -187,8 +187,8 @@ func rest(ctx context.Context, wake <-chan struct{}, d time.Duration) {
 	}
 }
 
-// next returns the container that has been due for the longest time, among the slow ones or the
-// others. If no container is due, it returns nil and the time until the next one is due.
+// next returns the container that has been due for the longest time, among the slow or among the
+// other containers. If no container is due, it returns nil and the time until the next one is due.
 func (c *Sampler) next(slow bool) (*Target, time.Duration) {
 	var first *Target
 	for s := range c.cfg.Targets {

@@ -11,11 +11,12 @@ import (
 )
 
 const (
-	// MaxOutput limits what ExecSync returns of stdout and stderr together, in bytes. Each may have
-	// at least half of it. The rest is discarded without an error (CRI: "the runtime should cap").
+	// MaxOutput limits what ExecSync returns of stdout and stderr together, in bytes. Each of the
+	// two streams may have at least half. The rest is discarded without an error (CRI: "the runtime
+	// should cap").
 	MaxOutput = 16 << 20
 	// ownOutput is the part of each ExecSync's output that is not shared, in bytes. Probes write a
-	// few hundred bytes, so commands of other pods that write without end do not make probes fail.
+	// few hundred bytes, so probes do not fail if commands of other pods write without end.
 	ownOutput = 64 << 10
 	// maxHeld limits the output beyond ownOutput that all running ExecSyncs hold, in bytes.
 	maxHeld = 128 << 20
@@ -72,8 +73,8 @@ type captureWriter struct {
 	stream int
 }
 
-// Write keeps the bytes that fit. If one stream used more than half while the other was empty, it
-// releases the excess when the other one writes.
+// Write keeps the bytes that fit. If one stream has used more than half while the other was empty,
+// it releases the excess when the other stream writes.
 func (w captureWriter) Write(p []byte) (int, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -37,13 +37,13 @@ type podDials struct {
 }
 
 const (
-	// maxDials limits concurrent dials. A working port accepts within a millisecond. Without a
-	// limit, clients of an unresponsive port could hold any number of descriptors.
+	// maxDials limits concurrent dials. A working port accepts within a millisecond. If there were
+	// no limit, clients of an unresponsive port could hold any number of descriptors.
 	maxDials    = 256
 	maxPodDials = maxDials / 2
 )
 
-// newDialLimiter returns a limiter without users.
+// newDialLimiter returns an unused limiter.
 func newDialLimiter() *dialLimiter {
 	return &dialLimiter{slots: semaphore.NewWeighted(maxDials), pods: map[string]*podDials{}}
 }

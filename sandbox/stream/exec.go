@@ -23,7 +23,7 @@ type TerminalSize = proto.TerminalSize
 type IO struct {
 	Stdin          io.Reader
 	Stdout, Stderr io.Writer
-	Resize         <-chan TerminalSize // valid until the session ends; ignored without a terminal
+	Resize         <-chan TerminalSize // valid until the session ends; ignored if there is no terminal
 }
 
 // runner runs sessions.
@@ -37,7 +37,7 @@ type runner struct {
 }
 
 // Exec runs a command, connected to a client, and returns its exit code. With a terminal, Stdout
-// gets its output. Without one, the end of Stdin closes the command's stdin. Exec sets request's
+// gets its output. Otherwise the end of Stdin closes the command's stdin. Exec sets request's
 // Stdin, Stdout and Stderr.
 //
 // The session ends with the command's exit, not with the end of its output. When ctx ends, or
@@ -107,7 +107,7 @@ func (r runner) execTerminal(ctx context.Context, request *proto.Exec, s IO) (in
 		return 0, err
 	}
 	if s.Stdout == nil {
-		s.Stdout = io.Discard // without a reader the command would block
+		s.Stdout = io.Discard // if nobody read its output, the command would block
 	}
 	screen := copyOutput(process.Console(), s.Stdout, broken)
 	var resizing sync.WaitGroup
@@ -144,9 +144,9 @@ func endExec(ctx context.Context, process *shim.Exec, outputs ...*output) (int32
 	return code, errors.Join(err, process.Close()) // Close kills a command that still runs
 }
 
-// copyInput copies a client's input in a goroutine, because a Read from a client cannot be
-// interrupted, and closes to at the end. If to accepts no more input, the goroutine keeps reading,
-// because unread input would block all other data of the client.
+// copyInput copies a client's input to the writer to, and closes the writer at the end. It uses a
+// goroutine, because a Read from a client cannot be interrupted. If to accepts no more input, the
+// goroutine keeps reading, because unread input would block all other data of the client.
 func (r runner) copyInput(to io.WriteCloser, from io.Reader) error {
 	spawned := r.Spawn(func() {
 		_, err := io.Copy(to, from)

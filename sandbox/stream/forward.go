@@ -61,7 +61,7 @@ func (r runner) copyBoth(ctx context.Context, conn *net.TCPConn, stream io.ReadW
 }
 
 // copyToPod copies until the client ends or a write fails. If the pod has closed the connection,
-// what it sent before is still to be read.
+// the data that it has sent before must still be read.
 func copyToPod(conn *net.TCPConn, stream io.Reader) error {
 	_, err := io.Copy(conn, stream)
 	if err != nil && !errors.Is(err, unix.ECONNRESET) && !errors.Is(err, unix.EPIPE) {

@@ -10,7 +10,7 @@ import (
 )
 
 // holds are the containers in which no exec may start, because they are being checkpointed. The
-// zero value is ready for use. The lock guards the map and is held only to use it.
+// zero value is ready for use. The lock guards the map. It is held only while the map is used.
 type holds struct {
 	mu sync.Mutex
 	// +checklocks:mu
@@ -53,8 +53,8 @@ func (h *holds) check(object string) error {
 	return nil
 }
 
-// takeExec takes the slot of an exec without a client. While the container is held it waits without
-// a slot, at most until ctx ends.
+// takeExec takes the slot of an exec without a client. While the container is held, it waits until
+// ctx ends, and takes no slot.
 func (s *Service) takeExec(ctx context.Context, c ContainerTarget) (release func(), err error) {
 	for {
 		release, err := s.execs.take(c.String())
@@ -82,13 +82,13 @@ func (s *Service) awaitHold(ctx context.Context, c ContainerTarget, ended <-chan
 	}
 }
 
-// holdInterval is the time between two looks whether the execs of a held container have ended.
+// holdInterval is the time between two checks whether the execs of a held container have ended.
 const holdInterval = 5 * time.Millisecond
 
-// Hold keeps execs from starting in a container until release is called: ExecSync waits, Exec and
-// Attach to a terminal fail. It waits for the end of running execs, at most for timeout. The error
-// is FailedPrecondition if one does not end, if a terminal is attached, or if the container is held
-// already.
+// Hold keeps execs from starting in a container until release is called. ExecSync waits, and Exec
+// and Attach to a terminal fail. It waits for the end of running execs, at most for timeout. The
+// error is FailedPrecondition if a running exec does not end, if a terminal is attached, or if the
+// container is held already.
 func (s *Service) Hold(ctx context.Context, id string, timeout time.Duration) (release func(), err error) {
 	c := ContainerTarget{ID: id}
 	if !s.holds.add(c.String()) {

@@ -39,8 +39,8 @@ type execPipes struct {
 	outputs []*output
 }
 
-// output creates a pipe that is copied to a writer, and returns the command's end. Without a writer
-// it returns nil, which means /dev/null.
+// output creates a pipe that is copied to a writer, and returns the command's end. If there is no
+// writer, it returns nil, which means /dev/null.
 func (p *execPipes) output(to io.Writer, broken context.CancelCauseFunc) (*os.File, error) {
 	if to == nil {
 		return nil, nil

@@ -30,7 +30,7 @@ type ContainerTarget struct {
 	Cgroup   string              // cgroupsPath of the runtime-spec
 	Terminal bool                // the container has a terminal
 	Stdin    bool                // the container reads stdin
-	// StdinOnce says that the container's stdin is closed at the end of its first client's.
+	// StdinOnce says that the container's stdin is closed when the stdin of its first client ends.
 	StdinOnce bool
 	Running   bool
 	Keep      []*os.File // to hold open while an exec runs, see proto.Exec.Keep
@@ -247,12 +247,12 @@ func (s *Service) attachTarget(id string, terminal bool) (ContainerTarget, error
 
 // Attach connects a client to a running container's own input and output until the container or ctx
 // ends. terminal must match the container's config. Stdin is ignored if the container was created
-// without stdin, as in containerd and CRI-O. The end of Stdin closes the container's stdin if it
-// was created with StdinOnce and without a terminal; otherwise it ends the session, and the
-// container's stdin stays open.
+// without stdin, as in containerd and CRI-O. If the container was created with StdinOnce and
+// without a terminal, the end of Stdin closes the container's stdin. Otherwise it ends the session,
+// and the container's stdin stays open.
 //
-// Errors: NotFound; FailedPrecondition if the container is not running; InvalidArgument if terminal
-// does not match; Aborted if output is missing.
+// The error is NotFound, FailedPrecondition if the container is not running, InvalidArgument if
+// terminal does not match, or Aborted if output is missing.
 func (s *Service) Attach(ctx context.Context, id string, terminal bool, client IO) error {
 	c, err := s.attachTarget(id, terminal)
 	if err != nil {
@@ -305,7 +305,8 @@ func (s *Service) forwardTarget(podID string) (PodTarget, error) {
 // when both sides have ended, one of them fails, or ctx ends. Each side may close its direction and
 // continue in the other. Closing stream closes the direction to the client.
 //
-// On failure PortForward does not wait for a pending Read from stream; the caller closes stream.
+// After a failure PortForward does not wait for a pending Read from stream. The caller closes
+// stream.
 //
 // Errors: NotFound; InvalidArgument for an invalid port; Unavailable if the port refuses the
 // connection. FailedPrecondition if the pod is not ready, or the host cannot reach its localhost.

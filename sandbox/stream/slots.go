@@ -17,7 +17,7 @@ type Limits struct {
 	Sessions          int // attached containers and forwarded connections; one pod may have half of them
 }
 
-// podSessions returns the limit per pod, which leaves as many to other pods.
+// podSessions returns the limit per pod. It leaves the same number of slots to other pods.
 func (l Limits) podSessions() int { return max(1, l.Sessions/2) }
 
 // execSessions limits the execs with a client, which may last forever. A quarter of the slots is
@@ -38,12 +38,12 @@ func (s *Service) takeSession(c ContainerTarget) (release func(), err error) {
 	return func() { releaseExec(); releaseSession() }, nil
 }
 
-// slots counts sessions. The lock guards the counts and is held only to change them.
+// slots counts sessions. The lock guards the counts. It is held only while they are changed.
 type slots struct {
 	what    string // "execs"
 	max     int
 	maxEach int          // per object
-	spare   func() error // fails without spare descriptors; nil: not checked
+	spare   func() error // fails if there are no spare descriptors; nil: not checked
 
 	mu sync.Mutex
 	// +checklocks:mu

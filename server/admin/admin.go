@@ -7,7 +7,7 @@
 // A service's name contains its version. A change that an older client or server does not
 // understand gets a new name. Each message is a google.protobuf.BytesValue. In a unary call it
 // contains JSON. In a stream, the first message from the side that sends data contains a JSON
-// request or nothing, and the others contain data. Unknown JSON fields are ignored.
+// request or is empty, and the other messages contain data. Unknown JSON fields are ignored.
 package admin
 
 import (
@@ -52,8 +52,8 @@ type LoadRequest struct {
 	Pin  bool   `json:"pin,omitempty"`
 }
 
-// SkippedTrailer is the key of Load's trailer: a text for each entry of the archive that is no
-// image of the node, at most MaxSkipped. An older daemon sends none.
+// SkippedTrailer is the key of Load's trailer. The trailer has a text for each entry of the archive
+// that is no image of the node, at most MaxSkipped texts. An older daemon sends no trailer.
 const (
 	SkippedTrailer = "berth-skipped-bin"
 	MaxSkipped     = 100
@@ -78,7 +78,7 @@ type UntagRequest struct {
 
 // IndexesRequest asks for the disk usage of the indexes of blobs.
 type IndexesRequest struct {
-	Drop bool `json:"drop,omitempty"` // remove them; the answer says what was removed
+	Drop bool `json:"drop,omitempty"` // remove the layers; the answer says what was removed
 }
 
 // Indexes is the disk usage of indexes of blobs.
@@ -341,7 +341,7 @@ func (r *reader) Read(p []byte) (int, error) {
 // Sender is the sending side of a stream.
 type Sender interface{ SendMsg(m any) error }
 
-// Copy sends data until its end, and returns the reader's error or that of the stream.
+// Copy sends data until its end. It returns the error of the reader or of the stream.
 func Copy(stream Sender, from io.Reader) error {
 	buf := make([]byte, ChunkSize)
 	for {

@@ -5,9 +5,8 @@
 //
 // # Contract
 //
-// The package is pure: it converts measurements. Missing measurements are left out. Each returned
-// metric is in Descriptors, and no two have the same name and labels.
-// metric is in Descriptors, and no two have the same name and labels.
+// The package is pure and only converts measurements. It leaves out missing measurements. Each
+// returned metric is in Descriptors, and no two have the same name and labels.
 package metrics
 
 import (

@@ -14,25 +14,25 @@ import (
 
 // How a session ends. The last output may be unsent when the session's result is known, because
 // the client reads slowly or has paused. If the server then closed its socket, the client's next
-// ping would be answered with a reset, which discards the rest. Clients take a missing result as
+// ping would be answered with a reset, which discards the rest. Clients treat a missing result as
 // success.
 //
-// So the server sends the end in the session's protocol: the end of each SPDY stream, or a
-// WebSocket's Close frame. Then it reads until the client has closed the connection. It does not
-// shut down its direction of the TCP connection: kubelet's proxy passes data on, but treats the end
-// of one direction as the end of both.
+// So the server sends the end of the session in its protocol. This is the end of each SPDY stream,
+// or a WebSocket's Close frame. Then it reads until the client has closed the connection. It does
+// not shut down its direction of the TCP connection, because kubelet's proxy treats the end of one
+// direction as the end of both.
 //
-// The wait ends early for a client that is silent, when too many wait, and when the server stops.
+// The wait ends early if a client is silent, if too many clients wait, or if the server stops.
 
 // endLimits bounds how long ended sessions keep their connections.
 type endLimits struct {
 	// silence is the time after which a client is given up that neither sends nor takes data.
 	silence time.Duration
-	// waiting is the number of sessions that may wait for their client. The oldest surplus ones
-	// end.
+	// waiting is the number of sessions that may wait for their client. If there are more, the
+	// oldest end.
 	waiting int
-	// farewell is the time in which a session must end after its context: to send its result, and
-	// for its client to take it.
+	// farewell is the time in which a session must end after its context. In this time it sends its
+	// result, and its client receives it.
 	farewell time.Duration
 }
 
@@ -90,8 +90,8 @@ func (s *Server) end(x *session) {
 	delete(s.sessions, x.conn)
 }
 
-// watch ends a session without traffic. After the end of the session's context it closes the
-// connection if the session does not end in time: its result may be blocked behind output.
+// watch ends a session without traffic. If the session does not end in time after its context, it
+// closes the connection, because the result may be blocked behind output.
 func (x *session) watch(idle, farewell time.Duration) {
 	timer := time.NewTimer(idle)
 	defer timer.Stop()
@@ -145,8 +145,8 @@ func (s *Server) awaitClient(r *http.Request, clientEnd <-chan bool) {
 	}
 }
 
-// linger records that a session waits for its client. If too many wait it returns the oldest, which
-// the caller must close.
+// linger records that a session waits for its client. If too many sessions wait, it returns the
+// oldest, which the caller must close.
 func (s *Server) linger(conn *connection) (x, surplus *session) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -73,8 +73,9 @@ func (f *forwarder) PortForward(_ context.Context, _, _ string, port int32, stre
 }
 
 // forwardSPDY forwards a connection of a session in which other connections may be open. client-go
-// ends all of them after an error of one. So an error is returned only while no port has accepted a
-// connection, when it shows that the session is of no use, and at the session's end.
+// ends all connections after an error in one of them. So an error is returned only in three cases:
+// while no port has accepted a connection, if the session cannot be used any more, and at the
+// session's end.
 func (f *forwarder) forwardSPDY(port int32, s httpstream.Stream, full bool) error {
 	ctx, cancel := context.WithCancel(f.ctx)
 	defer cancel()
@@ -94,8 +95,8 @@ func (f *forwarder) forwardSPDY(port int32, s httpstream.Stream, full bool) erro
 		err = nil
 	}
 	if err != nil {
-		// The library resets the stream, possibly before it answers the stream, and the client
-		// would then ignore the error. A write waits for the answer.
+		// The library resets the stream, possibly before it answers it. The client would then
+		// ignore the error. A write waits for the answer.
 		_, _ = s.Write(nil) // fails only if the client has disconnected
 		return err
 	}
@@ -123,8 +124,8 @@ func (f *forwarder) end() {
 	}
 }
 
-// stop ends a SPDY session without open connections. Otherwise the client learns of the session's
-// end from an error of a connection.
+// stop ends a SPDY session that has no open connections. Otherwise an error of a connection tells
+// the client about the session's end.
 func (f *forwarder) stop() {
 	f.mu.Lock()
 	idle := f.open == 0

@@ -17,8 +17,8 @@ import (
 )
 
 const (
-	// maxUnidentified bounds the connections that have not shown a token. With a header of 64 KiB
-	// each they take 16 MiB.
+	// maxUnidentified bounds the connections that have not shown a token. If each has a header of
+	// 64 KiB, they take 16 MiB.
 	maxUnidentified = 256
 	// silentTime is how long a silent connection is kept when there are too many. It is short,
 	// because other clients wait in the kernel's queue, and a full queue drops them.
@@ -37,8 +37,8 @@ const (
 // gate is a listener that limits the resources of connections without a token. Any process of the
 // node may connect to the port, and the kernel does not report which user owns a TCP connection. So
 // the gate
-//   - accepts only while a token is outstanding, and resets earlier connections, because no
-//     client had a URL then
+//   - accepts only while a token is outstanding, and resets earlier connections, because at that
+//     time no client had a URL
 //   - keeps few connections without a token. It resets the oldest surplus connections, those
 //     with data but no token first. A connection whose request names a token does not count,
 //     even if the server has not read the request. With TLS the request is not visible. Then
@@ -46,8 +46,8 @@ const (
 //     request in time
 //   - leaves descriptors for other uses (stream.FDQuota)
 //
-// The gate keeps listening while it does not accept. Otherwise another process could take the port
-// (SO_REUSEADDR) and receive tokens.
+// The gate keeps listening while it does not accept. If it closed the port, another process could
+// take the port (SO_REUSEADDR) and receive tokens.
 type gate struct {
 	listener  *net.TCPListener
 	tokens    *tokens
@@ -63,7 +63,7 @@ type gate struct {
 
 	mu sync.Mutex // taken before tokens' lock
 	// +checklocks:mu
-	late time.Time // until then connections without an outstanding token are accepted
+	late time.Time // until then, connections are accepted even if no token is outstanding
 	// +checklocks:mu
 	silent list.List // of *connection without data, oldest first
 	// +checklocks:mu
@@ -256,7 +256,7 @@ func (g *gate) makeRoom() error {
 func (g *gate) surplus() (victim *connection, wait time.Duration) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	if g.fullLocked() && g.handshake == 0 && g.spoken.Len() > 0 { // its first data had no token: no client
+	if g.fullLocked() && g.handshake == 0 && g.spoken.Len() > 0 { // its first data had no token, so it is no client
 		return g.spoken.Front().Value.(*connection), 0
 	}
 	for g.fullLocked() && g.silent.Len() > 0 {
@@ -265,7 +265,7 @@ func (g *gate) surplus() (victim *connection, wait time.Duration) {
 		if len(data) == 0 {
 			return c, silentTime - time.Since(c.accepted)
 		}
-		g.heardLocked(c, data) // moves it out of silent
+		g.heardLocked(c, data) // moves the connection out of silent
 	}
 	if !g.fullLocked() {
 		return nil, 0
@@ -274,7 +274,7 @@ func (g *gate) surplus() (victim *connection, wait time.Duration) {
 	return c, g.handshake - time.Since(c.accepted)
 }
 
-// fullLocked reports whether as many connections as may be show no token.
+// fullLocked reports whether the maximum number of connections without a token is reached.
 //
 // +checklocks:g.mu
 func (g *gate) fullLocked() bool { return g.silent.Len()+g.spoken.Len() >= g.most }

@@ -14,7 +14,8 @@ import (
 // protocols' libraries have no limits.
 type guardedWriter struct {
 	http.ResponseWriter
-	// guard wraps the connection for a library. from has the data that the client has already sent.
+	// guard wraps the connection for a protocol library. from has the data that the client has
+	// already sent.
 	guard func(conn net.Conn, from *bufio.Reader) (net.Conn, error)
 }
 
@@ -50,7 +51,7 @@ func (s *Server) guardWebSocket(w http.ResponseWriter, ending *atomic.Bool) http
 	}}
 }
 
-// frames passes on a client's frames: headers completely, possibly changed, and the payload in
+// frames passes on a client's frames: headers as a whole, possibly changed, and the payload in
 // pieces as it arrives. Reads are serial.
 type frames struct {
 	from  *bufio.Reader

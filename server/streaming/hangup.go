@@ -179,8 +179,8 @@ func (h *hangups) control(conn syscall.RawConn, operation int, id uint64) error 
 	var ctlErr error
 	err = epoll.Control(func(epfd uintptr) {
 		err := conn.Control(func(fd uintptr) {
-			// epoll always reports hang-ups and errors. Without EPOLLONESHOT it would report them
-			// endlessly.
+			// epoll always reports hang-ups and errors. EPOLLONESHOT prevents that epoll reports
+			// them endlessly.
 			event := unix.EpollEvent{Events: unix.EPOLLRDHUP | unix.EPOLLONESHOT, Fd: int32(id), Pad: int32(id >> 32)}
 			ctlErr = unix.EpollCtl(int(epfd), operation, int(fd), &event)
 		})

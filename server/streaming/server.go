@@ -6,17 +6,17 @@
 // An RPC returns a URL with a token that allows one connection within a minute. The token is the
 // only credential. It appears in no log and no error text.
 //
-// The protocols are implemented by k8s.io/cri-streaming, but its server is not used. It passes no
-// context to port-forwards, lacks WebSocket's v5.channel.k8s.io, which can close stdin, and cannot
-// end upgraded connections. Here a session's context ends when the client's connection ends, the
-// session has no traffic for too long, or the server stops. Serve returns after all sessions have
-// ended.
+// k8s.io/cri-streaming implements the protocols, but its server is not used. That server passes no
+// context to port-forwards, and cannot end upgraded connections. It lacks WebSocket's
+// v5.channel.k8s.io, which can close stdin. Here a session's context ends when the client's
+// connection ends, the session has no traffic for too long, or the server stops. Serve returns
+// after all sessions have ended.
 //
-// A client gets all output and the exit code, however slowly it reads (ending.go). If an attached
+// A client gets all output and the exit code, even if it reads slowly (ending.go). If an attached
 // client blocks its container for too long it gets an error (shim.Monitor.Attach).
 //
 // Any process of the node can connect. Connections are accepted only while a token is outstanding.
-// Connections without a token are few and short, and cannot use the daemon's last descriptors
+// Connections that have no token are few and short, and cannot use up the daemon's descriptors
 // (gate.go).
 package streaming
 
@@ -53,7 +53,7 @@ type Runtime interface {
 type Config struct {
 	Address     string        // IP:port; port 0: any
 	TLS         *tls.Config   // nil: plain HTTP
-	IdleTimeout time.Duration // a session without traffic ends after this time
+	IdleTimeout time.Duration // time after which a session with no traffic ends
 	Log         *slog.Logger
 }
 
@@ -223,7 +223,7 @@ func (s *Server) Attach(req *runtimeapi.AttachRequest) (string, error) {
 	return s.offer("attach", func(w http.ResponseWriter, r *http.Request) { s.serveAttach(w, r, req) })
 }
 
-// PortForward returns the URL of a session that forwards ports. It has the errors of Exec, and
+// PortForward returns the URL of a session that forwards ports. It returns the errors of Exec, and
 // InvalidArgument for too many ports. In a WebSocket each port needs two channels, and channel
 // numbers are bytes.
 func (s *Server) PortForward(req *runtimeapi.PortForwardRequest) (string, error) {

@@ -95,7 +95,7 @@ type command struct {
 func (c *command) ExecInContainer(ctx context.Context, _, _, _ string, _ []string, in io.Reader,
 	out, err io.WriteCloser, _ bool, resize <-chan remotecommand.TerminalSize, _ time.Duration) error {
 	var streams stream.IO
-	// WebSocket opens all streams, even without a request for them.
+	// WebSocket opens all streams, even if they were not requested.
 	if c.options.Stdin {
 		streams.Stdin = in
 	}

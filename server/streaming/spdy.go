@@ -15,8 +15,8 @@ import (
 )
 
 // serveSPDY serves versions 1 to 4 of the protocol on a guarded connection. cri-streaming's server
-// is not used. It waits its whole timeout for a client's streams, even if the client has
-// disconnected, and would delay the daemon's shutdown.
+// is not used. That server waits for a client's streams until its timeout, even if the client has
+// disconnected. It would delay the daemon's shutdown.
 func (s *Server) serveSPDY(w http.ResponseWriter, r *http.Request, c *command) {
 	protocol, err := httpstream.Handshake(r, w, remotecommand.SupportedStreamingProtocols)
 	if err != nil {

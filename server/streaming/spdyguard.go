@@ -27,7 +27,7 @@ const (
 	maxControl = 1 << 10
 	maxHeaders = 16
 	maxHeader  = 256
-	// maxForwards bounds the concurrent connections of a port-forward. Each one is a pair of
+	// maxForwards bounds the concurrent connections of a port-forward. Each connection is a pair of
 	// streams and a socket in the pod. Further connections are refused.
 	maxForwards = 128
 	// maxForwardStreams bounds the streams of these and of connections that are being refused.
@@ -36,7 +36,7 @@ const (
 
 // streamRules limit the streams that a client may open. A stream's kind is its header "streamType".
 type streamRules struct {
-	once   map[string]bool // nil: any kind; otherwise each of these kinds once
+	once   map[string]bool // nil: any kind; otherwise each of these kinds may occur once
 	open   int             // concurrently
 	inputs map[string]bool
 }
@@ -74,13 +74,13 @@ func forwardRules() streamRules {
 }
 
 // spdyGuard wraps a client's connection and passes only frames that spdystream can handle:
-//   - Data in frames of at most maxData, and only for streams with a reader. A frame without
+//   - Data in frames of at most maxData, and only for streams with a reader. A frame that has no
 //     reader would block its session, and the session's end.
 //   - Streams that the rules allow. Any other stream ends the connection. So does a malformed
 //     control frame, and a frame type that no client sends.
-//   - Nothing between a new stream and the answer to it, not even the connection's end.
-//     cri-streaming's handlers accept no stream after the connection's end, and spdystream would
-//     wait forever for a stream that was not accepted.
+//   - After a new stream, everything is held back until the stream is answered, even the
+//     connection's end. cri-streaming's handlers accept no stream after the connection's end, and
+//     spdystream would wait forever for a stream that was not accepted.
 //
 // Reads are serial, and so are writes.
 type spdyGuard struct {
@@ -104,7 +104,7 @@ type spdyGuard struct {
 	// +checklocks:mu
 	streams map[spdy.StreamId]*guardedStream
 	// +checklocks:mu
-	opening spdy.StreamId // new stream without answer; 0: none
+	opening spdy.StreamId // new stream that was not answered yet; 0: none
 	// +checklocks:mu
 	answered chan struct{} // closed when opening has an answer
 }
@@ -113,7 +113,7 @@ type spdyGuard struct {
 type guardedStream struct {
 	input                      bool
 	clientFinished, weFinished bool
-	reset                      func() // called if the client resets the stream before we have finished; nil: not set
+	reset                      func() // called if the client resets the stream before this side has finished; nil: not set
 }
 
 type dataFrame struct {
@@ -193,7 +193,7 @@ func (g *spdyGuard) waitForAnswer() error {
 	}
 }
 
-// beginData passes on a data frame. For a stream without reader it passes on only the end.
+// beginData passes on a data frame. If a stream has no reader, it passes on only the end.
 func (g *spdyGuard) beginData(f dataFrame) error {
 	finished := spdy.DataFlags(f.flags)&spdy.DataFlagFin != 0
 	g.mu.Lock()
@@ -231,8 +231,9 @@ func (g *spdyGuard) beginChunk() {
 	g.ready = binary.BigEndian.AppendUint32(header, flagsAndLength)
 }
 
-// control passes on an allowed control frame. It uses the parser of spdystream. That parser ignores
-// the length of some frames, so control checks that both find the same end of the frame.
+// control passes on an allowed control frame. It uses the parser of spdystream. The library's
+// parser ignores the length of some frames, so control checks that both find the same end of the
+// frame.
 func (g *spdyGuard) control(header [8]byte, length int) error {
 	if length > maxControl {
 		return fmt.Errorf("SPDY control frame of %d bytes, the limit is %d", length, maxControl)
@@ -259,7 +260,7 @@ func (g *spdyGuard) control(header [8]byte, length int) error {
 	case *spdy.RstStreamFrame:
 		g.reset(f.StreamId)
 	case *spdy.PingFrame, *spdy.GoAwayFrame, *spdy.SettingsFrame, *spdy.WindowUpdateFrame:
-	default: // a reply, although the server opens no streams; or headers, which spdystream would buffer without limit
+	default: // a reply is invalid, because the server opens no streams; headers are invalid, because spdystream would buffer them without limit
 		return fmt.Errorf("unexpected SPDY frame %T", f)
 	}
 	g.ready = raw
@@ -293,8 +294,8 @@ func (g *spdyGuard) open(f *spdy.SynStreamFrame) error {
 	return nil
 }
 
-// reset removes a stream that the client has reset. The library does not report that to writers,
-// whose data would go on to the client.
+// reset removes a stream that the client has reset. The library does not report that to writers, so
+// their data would still be sent to the client.
 func (g *spdyGuard) reset(id spdy.StreamId) {
 	g.mu.Lock()
 	var notify func()

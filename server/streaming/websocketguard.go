@@ -21,7 +21,7 @@ type webSocketGuard struct {
 	frames
 	log *slog.Logger
 
-	ending      *atomic.Bool // the server ends the session: its next Close frame is the last message
+	ending      *atomic.Bool // the server ends the session, so its next Close frame is the last message
 	ended       atomic.Bool  // that frame was sent
 	clientEnded atomic.Bool  // the client has sent a Close frame or has disconnected
 }
@@ -79,7 +79,8 @@ func (g *webSocketGuard) next() error {
 	return g.pass(header, int(length))
 }
 
-// pass passes on a frame. After the server's Close frame it discards everything up to the client's.
+// pass passes on a frame. After the server's Close frame it discards everything up to the client's
+// Close frame.
 func (g *webSocketGuard) pass(header []byte, length int) error {
 	const (
 		opcode    = 0x0f

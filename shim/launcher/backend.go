@@ -16,7 +16,7 @@ type backend interface {
 	hostRoot() (uid, gid int, err error)
 	// create makes the container. Its init, a child of this process, waits for execute. create adds
 	// its undo steps to the launch's list. pid is 0 if the host has no process of the container
-	// yet. Then follow returns one.
+	// yet. Then follow returns the process.
 	create() (pid int, err error)
 	// execute makes init execute the command, or continue a checkpoint, and waits until it has done
 	// so.

@@ -18,7 +18,7 @@ import (
 	"berth/shim/proto"
 )
 
-// prepareMonitor does everything for the monitor that can fail, so that only execve remains after
+// prepareMonitor takes all steps for the monitor that can fail, so that only execve remains after
 // the reply. It changes this goroutine's thread for good.
 func (c *launch) prepareMonitor() error {
 	if c.Pause != "" {
@@ -79,8 +79,8 @@ func (c *launch) privatePIDs() bool {
 	})
 }
 
-// openLog opens the log in the host's mount namespace, where the monitor later opens it again. An
-// open file keeps its mount busy.
+// openLog opens the log in the host's mount namespace, where the monitor later opens it again. A
+// file that is open in another namespace would keep its mount there busy.
 func (c *launch) openLog() error {
 	if c.LogPath == "" {
 		return nil
@@ -96,9 +96,9 @@ func (c *launch) openLog() error {
 }
 
 // openLogFile opens the log file at path for appending and creates it (0640) if needed. Its
-// directory must exist. Below dir, a parent directory of path, openLogFile accepts only regular
-// files and no symbolic links, because a container that mounts the log directory can create any
-// file there. An empty dir means the direct parent. The monitor opens it in the same way
+// directory must exist. dir is a parent directory of path. Below dir, openLogFile accepts only
+// regular files and no symbolic links, because a container that mounts the log directory can create
+// any file there. An empty dir means the direct parent. The monitor opens it in the same way
 // (shim/monitor/logfile.c).
 func openLogFile(dir, path string) (int, error) {
 	dir, path = cleanLogPath(dir, path)
@@ -169,7 +169,7 @@ func killDir(paths map[string]string) string {
 }
 
 // openOOM opens the file that counts OOM kills and, on cgroup v1, an eventfd for its changes. If
-// that fails the monitor reports no OOM kills; the launch continues.
+// that fails, the monitor reports no OOM kills, and the launch continues.
 func openOOM(paths map[string]string) (file, notify *os.File) {
 	if dir := paths[""]; dir != "" {
 		if f, err := os.Open(filepath.Join(dir, "memory.events")); err == nil {
@@ -198,7 +198,7 @@ func openOOM(paths map[string]string) (file, notify *os.File) {
 }
 
 // enterHost locks the goroutine to its thread and moves the thread to the daemon's mount namespace.
-// Other threads stay in the launcher's; execve ends them.
+// Other threads stay in the launcher's namespace, and execve ends them.
 func (l *launcher) enterHost() error {
 	runtime.LockOSThread()
 	// The kernel refuses setns to a thread that shares root and working directory.
@@ -212,7 +212,7 @@ func (l *launcher) enterHost() error {
 }
 
 // becomeMonitor executes the monitor. It returns only on an error. The parameter keep keeps the
-// launch's files reachable; the garbage collector would close their descriptors.
+// launch's files reachable. Otherwise the garbage collector would close their descriptors.
 func (l *launcher) becomeMonitor(path string, p *proto.MonitorParams, keep *launch) error {
 	defer runtime.KeepAlive(keep)
 	null, err := unix.Open("/dev/null", unix.O_RDWR|unix.O_CLOEXEC, 0)

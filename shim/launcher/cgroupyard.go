@@ -14,10 +14,10 @@ import (
 	"berth/internal/failpoint"
 )
 
-// A cgroup yard is a directory in which CRIU finds the cgroup hierarchies. Without one, CRIU mounts
-// them itself. A mount of cgroup v2 without options, in the node's cgroup namespace, removes
-// nsdelegate and memory_recursiveprot from the whole node. Mounts also take time while the
-// container is frozen: nine of cgroup v1 take 7 ms.
+// A cgroup yard is a directory in which CRIU finds the cgroup hierarchies. If there is no yard,
+// CRIU mounts the hierarchies itself. A mount of cgroup v2 without options, in the node's cgroup
+// namespace, removes nsdelegate and memory_recursiveprot from the whole node. Mounts also take time
+// while the container is frozen: nine of cgroup v1 take 7 ms.
 
 // restoreYard is the yard of a restore, below CRIU's work directory.
 const restoreYard = "cgroups"
@@ -25,7 +25,7 @@ const restoreYard = "cgroups"
 // hierarchy is a cgroup hierarchy, and the cgroup of a process in it.
 type hierarchy struct {
 	name  string // in a yard
-	mount string // a mount point with the whole hierarchy; empty if there is none
+	mount string // a mount point that shows the whole hierarchy; empty if there is none
 	path  string // of the cgroup, from the root of the hierarchy
 }
 
@@ -80,8 +80,8 @@ func hasProcess(dir string, pid int) bool {
 	return err == nil && slices.Contains(pids, pid)
 }
 
-// linkHierarchies makes a yard of symbolic links to mounts. It is in a filesystem of its own, which
-// is mounted nowhere: it ends with the returned directory. CRIU opens it in /proc/PID/fd.
+// linkHierarchies makes a yard of symbolic links to mounts. It is in a separate filesystem, which
+// has no mount point, so it ends with the returned directory. CRIU opens it in /proc/PID/fd.
 func linkHierarchies(list []hierarchy) (yard *os.File, err error) {
 	fs, err := unix.Fsopen("tmpfs", unix.FSOPEN_CLOEXEC)
 	if err != nil {
@@ -107,10 +107,10 @@ func linkHierarchies(list []hierarchy) (yard *os.File, err error) {
 	return yard, nil
 }
 
-// makeYard makes the yard of a restore: directories with the paths of CRIU's cgroups, and in their
-// places writable copies of the mounts. libcontainer has moved CRIU to the container's cgroups, and
-// it restores the processes there. So CRIU can write to these cgroups and those below them, and to
-// no others. CRIU mounts a hierarchy that the node has not mounted.
+// makeYard makes the yard of a restore. It has directories with the paths of CRIU's cgroups, on
+// which writable copies of the cgroups are mounted. libcontainer has moved CRIU to the container's
+// cgroups, and CRIU restores the processes there. So CRIU can write to these cgroups and those
+// below them, and to no others. CRIU mounts a hierarchy that the node has not mounted.
 //
 // The mounts do not need protection from symbolic links of a container. The work directory is new,
 // and only root can enter it. CRIU has not got a request yet, so nothing of the checkpoint was

@@ -63,8 +63,8 @@ func (b *restoreBackend) enterNamespace() (_ *restoreNamespace, err error) {
 	return n, nil
 }
 
-// makeNamespace gives this thread a mount namespace that gets no mounts of the host later, with an
-// empty /tmp and CRIU's work directory as a mount.
+// makeNamespace moves this thread to a new mount namespace, which gets no later mounts of the host.
+// /tmp is empty there, and CRIU's work directory is a mount.
 func (b *restoreBackend) makeNamespace() error {
 	failpoint.Reach("launcher.make-namespace")
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
@@ -86,8 +86,8 @@ func (b *restoreBackend) makeNamespace() error {
 }
 
 // separateMounts makes all mounts private, except those that the container gets, and empties /tmp.
-// CRIU gives the container's mounts the propagation of their sources. A volume that is /tmp itself
-// stays: its container can write there in any case.
+// CRIU gives the container's mounts the propagation of their sources. If /tmp itself is a volume,
+// it stays, because its container can write there in any case.
 func (b *restoreBackend) separateMounts() error {
 	needed, err := b.needed()
 	if err != nil {
@@ -152,7 +152,8 @@ func (b *restoreBackend) needed() (paths []string, err error) {
 
 func isBelow(path, dir string) bool { return strings.HasPrefix(path, dir+"/") }
 
-// attach mounts a copy of a mount where the original was. If that was in /tmp, it makes the place.
+// attach mounts a copy of a mount where the original was. If the source was in /tmp, it creates the
+// mount point.
 func attach(tree *os.File) error {
 	path := tree.Name()
 	if _, err := os.Lstat(path); isBelow(path, criuTemp) && errors.Is(err, fs.ErrNotExist) {
@@ -183,8 +184,8 @@ func makePlace(tree *os.File, path string) error {
 	return errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, nil, 0o600))
 }
 
-// open makes n wait for libcontainer's messages. started is called with CRIU's PID when it runs.
-// fail is called with an error if CRIU cannot be confined, before CRIU has got a request.
+// open makes n wait for libcontainer's messages. started is called with CRIU's PID when CRIU runs.
+// If CRIU cannot be confined, fail is called with an error before CRIU has got a request.
 func (n *restoreNamespace) open(started func(criu int) error, fail func(error)) {
 	n.started, n.fail = started, fail
 	logrus.AddHook(n)
@@ -259,7 +260,7 @@ func (n *restoreNamespace) leave(criu int) error {
 	if err != nil {
 		return err
 	}
-	if err := n.makeYard(criu); err != nil { // later, because it stays writable
+	if err := n.makeYard(criu); err != nil { // handled later, because it stays writable
 		return fmt.Errorf("mount cgroups for CRIU: %w", err)
 	}
 	for _, place := range groups {
@@ -277,7 +278,7 @@ func (n *restoreNamespace) leave(criu int) error {
 }
 
 // writableCgroups returns the mount points of cgroup hierarchies that this thread can write to.
-// Mounts below others are left out: no path leads to them.
+// Mounts that others cover are left out, because no path leads to them.
 func writableCgroups() (places []string, err error) {
 	mounts, err := mountinfo.GetMounts(mountinfo.FSTypeFilter("cgroup", "cgroup2"))
 	if err != nil {

@@ -14,8 +14,8 @@ import (
 )
 
 // restoringRights are the capabilities that CRIU uses for a restore, beside those that the
-// container has. They were found by trying with containers without capabilities; CAP_SYS_RESOURCE
-// is what CRIU asks for, and the last five are for files and processes of other users than root.
+// container has. They were found by tests with containers that had no capabilities. CRIU itself
+// asks for CAP_SYS_RESOURCE. The last five are for files and processes of other users than root.
 var restoringRights = []capability.Cap{
 	capability.CAP_SYS_ADMIN,    // mounts, namespaces, process IDs
 	capability.CAP_SYS_PTRACE,   // the restored processes
@@ -43,9 +43,9 @@ func (b *restoreBackend) limitCRIU() error {
 	return b.dropRights()
 }
 
-// joinKeyring gives this thread a session keyring of the container's own, which CRIU and the
-// restored processes inherit. It has the name that libcontainer gives to a new container's, so that
-// execs join it.
+// joinKeyring gives this thread a separate session keyring for the container, which CRIU and the
+// restored processes inherit. Its name is the one that libcontainer uses for a new container, so
+// that execs join it.
 func (b *restoreBackend) joinKeyring() error {
 	failpoint.Reach("launcher.join-keyring")
 	_, err := keys.JoinSessionKeyring("_ses." + b.ID)
@@ -56,11 +56,11 @@ func (b *restoreBackend) joinKeyring() error {
 	return err
 }
 
-// uselessInside are those of restoringRights that are of no use in a pod's user namespace.
+// uselessInside are the capabilities in restoringRights that are useless in a pod's user namespace.
 var uselessInside = []capability.Cap{capability.CAP_NET_ADMIN, capability.CAP_SYS_TIME, capability.CAP_MKNOD}
 
 // needless returns the capabilities that neither CRIU, which needs those in needed, nor the
-// container needs. For a spec without capabilities it is none.
+// container needs. If the spec has no capabilities, it returns none.
 func (b *restoreBackend) needless(needed []capability.Cap) ([]capability.Cap, error) {
 	given := b.Spec.Process.Capabilities
 	if given == nil {

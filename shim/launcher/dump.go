@@ -145,17 +145,17 @@ const (
 	// ghostLimit is the maximum size of a deleted file that is still open, in bytes.
 	ghostLimit = 256 << 20
 	// seizeTime is how long CRIU may take to stop the container's processes, in seconds. They are
-	// frozen already. One in uninterruptible sleep may freeze and still not stop.
+	// frozen already. A process in uninterruptible sleep may freeze, and may still not stop.
 	seizeTime = 10
 	// criuLogLevel is the level of dump.log: errors and warnings.
 	criuLogLevel = 2
 )
 
-// setOptions sets CRIU's options as libcontainer does for runc, with these differences: established
-// TCP connections are closed by the restore (run sets this option), and the network is not locked
-// meanwhile, because the container goes on and nothing repairs connections. A deleted file that has
-// another link is refused (link_remap is off): CRIU would link it again only until the container
-// goes on, and the copy of the writable layer would not have the link.
+// setOptions sets CRIU's options as libcontainer does for runc, with two differences. The restore
+// closes established TCP connections (run sets this option). The network is not locked during the
+// dump, because the container continues, and no connection is repaired. A deleted file that has
+// another link is refused (link_remap is off). CRIU would link it again only until the container
+// continues, and the copy of the writable layer would not have the link.
 func (d *dump) setOptions() error {
 	d.opts = &rpc.CriuOpts{
 		ImagesDirFd:       ptr(int32(d.images.Fd())),
@@ -290,18 +290,18 @@ func pathBelow(dir, fd int) (string, error) {
 }
 
 // nullKey is the name of berth's private null devices (newNull) in the images. It has the form of a
-// pipe's, because libcontainer's restore replaces the descriptors of that form only.
+// pipe's name, because libcontainer's restore replaces only descriptors of that form.
 const nullKey = "pipe:[berth-null]"
 
-// addNullDevices names the null devices that are the processes' streams. They are in no mount
-// namespace, so CRIU could not find them.
+// addNullDevices names the null devices that are the processes' streams. The devices are in no
+// mount namespace, so CRIU could not find them.
 func (d *dump) addNullDevices() error {
 	found := map[string]bool{}
 	for _, pid := range d.pids {
 		for fd := range 3 {
 			id, err := nullDevice(pid, fd)
 			if err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, unix.ESRCH) && !errors.Is(err, unix.EINVAL) {
-				return err // EINVAL: its mountinfo, while the process ends
+				return err // EINVAL: from its mountinfo, while the process ends
 			}
 			if id != "" {
 				found[id] = true
@@ -314,8 +314,8 @@ func (d *dump) addNullDevices() error {
 	return nil
 }
 
-// nullDevice returns CRIU's name of a process's descriptor if it is a null device of newNull, empty
-// otherwise.
+// nullDevice returns CRIU's name of a process's descriptor if it is a null device of newNull, and
+// "" otherwise.
 func nullDevice(pid, fd int) (string, error) {
 	path := fmt.Sprintf("/proc/%d/fd/%d", pid, fd)
 	if target, err := os.Readlink(path); err != nil || target != os.DevNull {
@@ -378,7 +378,7 @@ func (d *dump) writeDescriptors() error {
 	return nil
 }
 
-// noSpace gives an error the code of its cause: a full filesystem or quota.
+// noSpace adds the gRPC code if the cause of an error is a full filesystem or quota.
 func noSpace(err error) error {
 	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
 		return proto.Errorf(proto.ResourceExhausted, "%v", err)
@@ -419,7 +419,7 @@ func (d *dump) watchDaemon() (stop func()) {
 		if _, err := d.l.conn.Receive(&r); errors.Is(err, os.ErrDeadlineExceeded) {
 			return
 		}
-		_ = d.criu.Abort() // if that fails, it is killed
+		_ = d.criu.Abort() // if that fails, CRIU is killed
 		select {
 		case <-done:
 		case <-time.After(abortGrace):
@@ -453,8 +453,8 @@ func (d *dump) end(grace time.Duration) error {
 // maxLogged is how much of CRIU's log explain reads, in bytes.
 const maxLogged = 64 << 10
 
-// explain names the cause of a failed dump. CRIU's answer has none, so it comes from CRIU's log.
-// What CRIU cannot dump is FailedPrecondition.
+// explain names the cause of a failed dump. CRIU's answer has no reason, so it comes from CRIU's
+// log. If CRIU cannot dump something, the error is FailedPrecondition.
 func (d *dump) explain(cause error) error {
 	errs := d.loggedErrors()
 	text := cause.Error()

@@ -35,8 +35,8 @@ func (d *dump) checkDumpable() error {
 }
 
 // checkTree refuses a frozen container with processes that do not descend from its first process.
-// CRIU dumps only descendants. Others are orphans that another process has adopted: with a shared
-// or the host's PID namespace, the pause or the host's init.
+// CRIU dumps only descendants. Other processes are orphans that another process has adopted. If the
+// PID namespace is shared or the host's, this is the pause or the host's init.
 func (d *dump) checkTree() error {
 	pids, err := cgroup.ProcsIn(d.freezer())
 	if err != nil {
@@ -60,7 +60,7 @@ func (d *dump) checkTree() error {
 // as CRI-O and containerd with runc, cannot restore such images.
 func (d *dump) mayBeConnected() (bool, error) {
 	if d.config.Namespaces.PathOf(configs.NEWNET) == "" {
-		return true, nil // the node has too many sockets to read while the container is frozen
+		return true, nil // the node has too many sockets to read all while the container is frozen
 	}
 	for _, table := range []struct{ counts, protocol, sockets string }{
 		{"sockstat", "TCP:", "tcp"}, {"sockstat6", "TCP6:", "tcp6"},
@@ -74,7 +74,7 @@ func (d *dump) mayBeConnected() (bool, error) {
 }
 
 // connectedIn reads the files of one protocol in /proc/PID/net. Most pods have no TCP socket, which
-// counts tells at once. The kernel walks its tables of all namespaces to write sockets: that takes
+// counts tells at once. To list sockets, the kernel walks its tables of all namespaces. This takes
 // milliseconds on a machine with much memory.
 func (d *dump) connectedIn(counts, protocol, sockets string) (bool, error) {
 	dir := fmt.Sprintf("/proc/%d/net/", d.state.InitProcessPid)
@@ -113,8 +113,8 @@ const (
 	tcpListening = "0A"
 )
 
-// hasConnection reads a table of /proc/PID/net/tcp. Sockets of no process have no inode there:
-// those in TIME_WAIT and those that wait for accept.
+// hasConnection reads a table of /proc/PID/net/tcp. Sockets that no process has opened have no
+// inode there. They are in TIME_WAIT, or wait for accept.
 func hasConnection(table io.Reader) (bool, error) {
 	const state, inode = 3, 9
 	lines := bufio.NewScanner(table)
@@ -165,7 +165,7 @@ func parentOf(pid int) (int, error) {
 	return 0, fmt.Errorf("process %d has no parent", pid)
 }
 
-// undumpable returns why a process cannot be dumped, empty if nothing is known.
+// undumpable returns why a process cannot be dumped, or "" if no reason is known.
 func undumpable(pid int) (string, error) {
 	dir := fmt.Sprintf("/proc/%d/fd", pid)
 	entries, err := os.ReadDir(dir)
@@ -204,7 +204,7 @@ func undumpableFile(target string) string {
 	return ""
 }
 
-// isThreadPidfd parses /proc/PID/fdinfo/N of a pidfd: PIDFD_THREAD is O_EXCL.
+// isThreadPidfd looks in /proc/PID/fdinfo/N of a pidfd for PIDFD_THREAD, which is O_EXCL.
 func isThreadPidfd(fdinfo string) bool {
 	data, err := os.ReadFile(fdinfo)
 	if err != nil {

@@ -11,7 +11,7 @@ import (
 
 // libcontainer reports errors of the container's init as text only.
 const (
-	// exec.LookPath and execve of the container's command, which is quoted.
+	// Errors of exec.LookPath and execve about the container's command, which they quote.
 	badCommand = `exec: "`
 	badCwd     = `chdir to cwd (`
 	// A working directory below something that is no directory.
@@ -27,7 +27,7 @@ var runtimeRequestErrors = []string{
 	"executable file `",                // crun: not found in $PATH
 	"open executable: ",                // crun: a directory, or a file without execute permission
 	"` is not a regular file",          // the same, crun 1.21
-	"chdir `",                          // crun: to the working directory
+	"chdir `",                          // crun: chdir to the working directory
 	"chdir to `",                       // the same, crun 1.21
 	"error finding executable ",        // runsc
 	"failed to load ",                  // runsc: a file that is no program

@@ -84,8 +84,8 @@ func (l *launcher) serveExec(request *proto.Exec, files []*os.File) error {
 	failpoint.Reach("launcher.exec-announced")
 	defer e.pidfd.Close()
 	code := exitCode(e.backend.wait())
-	// Stop the listener before the reply: the daemon sends its next request after it. All messages
-	// so far belong to this exec.
+	// The listener is stopped before the reply, because the daemon sends its next request after the
+	// reply. All messages so far belong to this exec.
 	if err := stopListening(); err != nil {
 		return err
 	}
@@ -215,8 +215,8 @@ func (e *libcontainerExec) run() error {
 	return nil
 }
 
-// ownPipes makes the container's root the owner of the daemon's pipes, as of the container's own
-// pipes. Otherwise no process in a user namespace could open /dev/stdout.
+// ownPipes makes the container's root the owner of the daemon's pipes, as it owns the container's
+// own pipes. Otherwise no process in a user namespace could open /dev/stdout.
 func (e *libcontainerExec) ownPipes() error {
 	uid, gid, err := hostRootOf(&e.config)
 	if err != nil {
@@ -289,8 +289,8 @@ func makeExecCgroup(paths map[string]string, execID string) (dir, hierarchy stri
 	return "", ""
 }
 
-// staleExec is an age: an older cgroup of an exec that is empty stays empty. A younger one may be
-// waiting for its process.
+// staleExec is an age. If an exec's cgroup is older and empty, it stays empty. A younger cgroup may
+// be waiting for its process.
 const staleExec = time.Minute
 
 // removeEmptyExecs removes cgroups of earlier execs whose last process ended after the exec itself.
@@ -318,7 +318,7 @@ func (e *execution) abandon() {
 			_ = e.backend.kill()
 			_ = e.pidfd.Close()
 		} else {
-			_ = unix.Kill(e.pid, unix.SIGKILL) // our child, not reaped: the pid is its own
+			_ = unix.Kill(e.pid, unix.SIGKILL) // it is a child that was not reaped, so the pid is its own
 		}
 		_, _ = e.backend.wait() // the result is the kill
 	}
@@ -349,8 +349,8 @@ func (e *execution) removeCgroup() {
 const busyTime = time.Second
 
 // listen reads the daemon's messages. It begins before the start, because a container that is
-// frozen or short of memory delays the start. stop ends it. It returns an error if the connection
-// has ended; it has killed the exec then.
+// frozen or short of memory delays the start. stop ends it. If the connection has ended, it has
+// killed the exec and returns an error.
 func (e *execution) listen() (stop func() error) {
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
@@ -404,7 +404,7 @@ func (e *execution) killStarting() error {
 // ends the rest.
 const killTimeout = 10 * time.Second
 
-// killProcesses kills all of the exec's processes on the host, also descendants that init has
+// killProcesses kills all of the exec's processes on the host, including descendants that init has
 // adopted.
 func (e *execution) killProcesses() error {
 	failpoint.Reach("launcher.kill-exec")

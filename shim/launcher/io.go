@@ -33,7 +33,7 @@ type stdio struct {
 // console.
 type ends struct{ stdin, stdout, stderr, console *os.File }
 
-// all returns each file once. Several streams may share one null device.
+// all returns each file once, because several streams may share one null device.
 func (e *ends) all() (files []*os.File) {
 	for _, f := range []*os.File{e.stdin, e.stdout, e.stderr, e.console} {
 		if f != nil && !slices.Contains(files, f) {
@@ -102,7 +102,7 @@ func (s *stdio) makeTerminal(library bool) (err error) {
 	return err
 }
 
-// makePipes makes pipes whose container's ends belong to the container's root, which may be another
+// makePipes makes pipes. The container's ends belong to the container's root, which may be another
 // user on the host.
 func (s *stdio) makePipes(uid, gid int, withStdin bool) (err error) {
 	if s.theirs.stdout, s.stdout, err = pipe("stdout"); err != nil {
@@ -122,7 +122,8 @@ func (s *stdio) makePipes(uid, gid int, withStdin bool) (err error) {
 	return nil
 }
 
-// pipes returns the ends that are pipes. The others are null devices, which always belong to root.
+// pipes returns the ends that are pipes. The other streams are null devices, which always belong to
+// root.
 func (e *ends) pipes() *ends {
 	only := func(f *os.File) *os.File {
 		var st unix.Stat_t
@@ -247,8 +248,8 @@ func listen(dir string) (_ *os.File, err error) {
 }
 
 // newNull creates and opens a null device for one process. A process can change the mode and owner
-// of a device node through a descriptor. With the host's node, it could make /dev/null unusable on
-// the host.
+// of a device node through a descriptor. If the process had the host's node, it could make
+// /dev/null unusable on the host.
 //
 // The node is /dev/null of a new tmpfs that is attached to no mount namespace and disappears with
 // the last descriptor. It has the name that programs expect, and no file handle leads to another
@@ -302,8 +303,8 @@ func newTmpfs() (*os.File, error) {
 // seLinuxLabel is the extended attribute with a file's SELinux label.
 const seLinuxLabel = "security.selinux"
 
-// copyLabel copies the SELinux label of a file that all containers may use. It does nothing without
-// SELinux.
+// copyLabel copies the SELinux label of a file that all containers may use. On a host without
+// SELinux it does nothing.
 func copyLabel(from string, to *os.File) error {
 	label := make([]byte, 256)
 	n, err := unix.Getxattr(from, seLinuxLabel, label)

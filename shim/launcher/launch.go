@@ -36,7 +36,7 @@ type launch struct {
 	backend backend
 	io      *stdio
 	init    *os.File // pidfd
-	verdict *os.File // pipe with the container's exit status, if init's own is not the container's; see backend.follow
+	verdict *os.File // pipe with the container's exit status, if it differs from init's; see backend.follow
 	started proto.Started
 	timedTo int64 // end of the last traced step, by trace.Now
 	monitor proto.MonitorParams
@@ -45,12 +45,13 @@ type launch struct {
 	abort   context.CancelFunc
 	unwatch func() // ends the watch over the daemon's connection
 
-	// unrepeatable: the daemon's end does not undo the launch, because a repetition would fail.
+	// unrepeatable says that the daemon's end does not undo the launch, because a repetition would
+	// fail.
 	unrepeatable bool
 
 	mu sync.Mutex
 	// +checklocks:mu
-	committed bool // the reply is being sent: too late to cancel
+	committed bool // the reply is being sent, so it is too late to cancel
 	// +checklocks:mu
 	cancelled bool
 }
@@ -79,8 +80,8 @@ func (l *launcher) serveLaunch(request *proto.Launch, mounts []*os.File) (again 
 // run starts the container and replies to the daemon. On an error it undoes all steps.
 func (c *launch) run() (err error) {
 	defer c.undo.Run(&err)
-	// The daemon wrote the record before it sent the request. The launcher removes it last: without
-	// a record, the launch counts as ended.
+	// The daemon wrote the record before it sent the request. The launcher removes it last, because
+	// a launch that has no record counts as ended.
 	c.undo.Add("remove the shim record", func() error {
 		failpoint.Reach("launcher.remove-shim-record")
 		return ignore(unix.Unlink(filepath.Join(c.Dir, proto.ShimFile)), unix.ENOENT)
@@ -105,7 +106,7 @@ func (c *launch) run() (err error) {
 	if err := c.create(); err != nil {
 		return err
 	}
-	c.endStep("create") // without libcontainer's parts, which have separate steps
+	c.endStep("create") // not including libcontainer's parts, which have separate steps
 	if err := c.prepareMonitor(); err != nil {
 		return err
 	}
@@ -145,7 +146,8 @@ func (c *launch) keepFiles() error {
 	return nil
 }
 
-// endStep adds a step to the trace: the time since the previous step, or since the request arrived.
+// endStep adds a step to the trace. The step took the time since the previous step, or since the
+// request arrived.
 func (c *launch) endStep(name string) {
 	now := trace.Now()
 	c.started.Steps = append(c.started.Steps, trace.Step{Name: name, Began: c.timedTo, Ended: now})
@@ -240,7 +242,7 @@ func (c *launch) create() error {
 }
 
 // inheritsOrphans returns whether the container's orphans become this process's children. They do
-// in the host's PID namespace. In any other, process 1 of the namespace adopts them.
+// in the host's PID namespace. In any other PID namespace, process 1 of the namespace adopts them.
 func (c *launch) inheritsOrphans() bool {
 	return c.Pause == "" && !slices.ContainsFunc(c.Spec.Linux.Namespaces,
 		func(ns specs.LinuxNamespace) bool { return ns.Type == specs.PIDNamespace })
@@ -282,9 +284,9 @@ func (c *launch) execute() error {
 	return nil
 }
 
-// follow gives the monitor a process that ends together with the container. create has returned
-// none: the container was restored, or its own processes run in a sandbox that the host does not
-// see.
+// follow gives the monitor a process that ends together with the container. It is for launches for
+// which create has returned no process. Then the container was restored, or its processes run in a
+// sandbox that the host does not see.
 func (c *launch) follow() error {
 	pid, verdict, err := c.backend.follow()
 	if err != nil {
@@ -312,7 +314,8 @@ func (c *launch) follow() error {
 	return c.recordInit()
 }
 
-// decide makes it too late to cancel the launch. It fails if the daemon has cancelled it.
+// decide marks the launch, so that it can no longer be cancelled. It fails if the daemon has
+// cancelled it.
 func (c *launch) decide() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()

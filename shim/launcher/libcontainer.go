@@ -53,8 +53,8 @@ func (b *libcontainerBackend) prepare() (err error) {
 	return nil
 }
 
-// withoutMappings returns the spec, without ID mappings if the container joins a user namespace.
-// libcontainer reads the mappings from the namespace and warns if the spec has them, too.
+// withoutMappings returns the spec. If the container joins a user namespace, it removes the ID
+// mappings. libcontainer reads the mappings from the namespace and warns if the spec has them, too.
 func withoutMappings(spec *specs.Spec) *specs.Spec {
 	if !isMapped(spec) {
 		return spec
@@ -102,7 +102,7 @@ func hostRootOf(config *configs.Config) (uid, gid int, err error) {
 	return uid, gid, err
 }
 
-// makeContainer makes libcontainer's container, without processes.
+// makeContainer makes libcontainer's container, but starts no process.
 func (b *libcontainerBackend) makeContainer() (err error) {
 	failpoint.Reach("launcher.create")
 	b.container, err = libcontainer.Create(b.l.settings.StateRoot, b.ID, b.config)
@@ -134,9 +134,9 @@ func (b *libcontainerBackend) create() (pid int, err error) {
 	return b.process.Pid()
 }
 
-// setPauseFilter replaces a pod's seccomp profile that denies what berth's own pause does. The new
-// one allows that and nothing else. The pod's profile is for its containers, and need not know
-// pause. A pause of an image has an upper directory, and keeps the profile.
+// If a pod's seccomp profile denies system calls of berth's own pause, setPauseFilter replaces it.
+// The new profile allows only these calls. The pod's profile is for its containers, and need not
+// allow pause. A pause of an image has an upper directory, and keeps the profile.
 func (b *libcontainerBackend) setPauseFilter() (err error) {
 	if b.Pause == "" || b.Rootfs.Upper != "" || !slices.Equal(b.process.Args, proto.PauseArgs) {
 		return nil
@@ -204,8 +204,8 @@ func (s *stdio) passTo(p *libcontainer.Process) {
 	p.ConsoleSocket = s.theirs.console
 }
 
-// Limits of the interval between two checks whether init has executed the command. That takes init
-// less than a millisecond, except with startContainer hooks or without a free processor.
+// Limits of the interval between two checks whether init has executed the command. init needs less
+// than a millisecond for that, unless there are startContainer hooks or no free processor.
 const (
 	firstCheck   = 50 * time.Microsecond
 	longestCheck = 10 * time.Millisecond
@@ -214,14 +214,13 @@ const (
 // errNotExecuted means that init has ended without executing the container's command.
 var errNotExecuted = errors.New("init ended before it executed the command")
 
-// waitPolicy returns whether to continue waiting. waited is the time since the start of init, and
-// runnable whether init is running or waits for a processor.
+// waitPolicy returns whether to continue waiting. waited is the time since the start of init.
+// runnable says whether init is running or waits for a processor.
 type waitPolicy func(waited time.Duration, runnable bool) bool
 
 // awaitCommand waits until init has executed the container's command. Otherwise the daemon would
 // report success while init is still the launcher's program. An exec would find that program as
-// process 1, and could not write to /proc/1/fd/1. awaitCommand returns errNotExecuted if init ends,
-// and nil if mayWait returns false.
+// process 1, and could not write to /proc/1/fd/1. If init ends, and nil if mayWait returns false.
 func (c *launch) awaitCommand(mayWait waitPolicy) error {
 	begin := time.Now()
 	for pause := firstCheck; ; pause = min(2*pause, longestCheck) {
@@ -250,9 +249,9 @@ func (c *launch) awaitCommand(mayWait waitPolicy) error {
 	}
 }
 
-// awaitCredentials waits until execve has set the process's name and credentials, some microseconds
-// after the process counts as executed. The open of auxv waits in the kernel for the end of execve
-// (exec_update_lock).
+// awaitCredentials waits until execve has set the process's name and credentials. This happens some
+// microseconds after the process counts as executed. The open of auxv waits in the kernel for the
+// end of execve (exec_update_lock).
 func (c *launch) awaitCredentials() {
 	if f, err := os.Open(fmt.Sprintf("/proc/%d/auxv", c.started.InitPID)); err == nil { // otherwise it has ended
 		_ = f.Close() // nothing was written
@@ -269,8 +268,8 @@ const (
 	maxWaitRunnable = time.Second           // init waits for a processor
 )
 
-// ociWaitPolicy returns the policy for an OCI runtime's init. crun's init runs startContainer
-// hooks as its children and sleeps meanwhile. So the time with children does not count.
+// ociWaitPolicy returns the policy for an OCI runtime's init. crun's init runs startContainer hooks
+// as its children and sleeps meanwhile. So the time with children does not count.
 func (c *launch) ociWaitPolicy() waitPolicy {
 	hooks := c.Spec.Hooks != nil && len(c.Spec.Hooks.StartContainer) > 0
 	var idleSince time.Duration

@@ -17,16 +17,16 @@ import (
 	"berth/shim/proto"
 )
 
-// While CRIU opens the files of a checkpoint, binds its sockets and removes old ones, it must not
-// follow symbolic links in volumes and /dev/shm: others share them and can make a link at any time.
-// CRIU opens files as root, and a restoring process holds a descriptor of the node's /proc, so
-// /proc/self/fd/N/1/root is the node's root. So CRIU mounts these filesystems with the option
-// nosymfollow, which permitLinks removes when CRIU has restored all files. The kernel shows names
-// without links, so the restore of a checkpoint needs none.
+// CRIU opens the files of a checkpoint, binds its sockets and removes old sockets. Meanwhile it
+// must not follow symbolic links in volumes and /dev/shm, because others share them and can make a
+// link at any time. CRIU opens files as root, and a restoring process holds a descriptor of the
+// node's /proc, so /proc/self/fd/N/1/root is the node's root. So CRIU mounts these filesystems with
+// the option nosymfollow, which permitLinks removes when CRIU has restored all files. The names in
+// a checkpoint come from the kernel and contain no links, so a restore needs no links.
 //
-// The container's proc filesystems are an exception, because CRIU itself uses /proc/self/fd, and so
-// is the root filesystem: names of sockets may have links there, such as /var/run, and only the
-// saved processes could change it.
+// There are two exceptions. CRIU itself uses links in the container's proc filesystems, such as
+// /proc/self/fd. In the root filesystem, names of sockets may contain links, such as /var/run, and
+// only the saved processes could change it.
 
 // noLinks is the option in /proc/PID/mountinfo.
 const noLinks = "nosymfollow"
@@ -81,7 +81,7 @@ func permitLinks(pids []int) error {
 	return nil
 }
 
-// permitLinksIn does so in the mount namespace of one process.
+// permitLinksIn is permitLinks for the mount namespace of one process.
 func permitLinksIn(pid int) error {
 	return inMounts(pid, func(mounts []*mountinfo.Info) error {
 		for _, m := range mounts {
@@ -124,7 +124,7 @@ func inMounts(pid int, do func([]*mountinfo.Info) error) error {
 	defer namespace.Close() // a namespace
 	done := make(chan error)
 	go func() {
-		runtime.LockOSThread() // the thread ends: others must not use it
+		runtime.LockOSThread() // the thread ends, because other goroutines must not use it
 		done <- func() error {
 			self, err := os.Open("/proc/thread-self") // the namespace has another /proc
 			if err != nil {

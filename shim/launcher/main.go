@@ -21,7 +21,7 @@ import (
 	"runtime/metrics"
 	"time"
 
-	_ "github.com/opencontainers/cgroups/devices" // without it the cgroup managers refuse device rules
+	_ "github.com/opencontainers/cgroups/devices" // if it is not set, the cgroup managers refuse device rules
 	"golang.org/x/sys/unix"
 
 	"berth/shim/launcher/bpfcache"
@@ -35,7 +35,7 @@ const memoryLimit = 24 << 20
 // Main serves requests until the daemon closes the connection, and returns the exit status. It does
 // not return after a successful launch of a container.
 func Main(settings proto.LauncherSettings) int {
-	// A daemon started by nohup, or in the background of a script, ignores these signals, and
+	// If nohup or a script in the background has started the daemon, it ignores these signals, and
 	// containers would inherit that. signal.Reset does not help. Unlike SIG_IGN, a handler does not
 	// survive execve.
 	signal.Notify(make(chan os.Signal, 1), unix.SIGHUP, unix.SIGINT)
@@ -58,15 +58,15 @@ func Main(settings proto.LauncherSettings) int {
 	return 0
 }
 
-// daemonIsGone returns whether the connection is closed: the daemon has cancelled the request or
-// has died. The launcher has undone its work and sends no reply.
+// daemonIsGone returns whether the connection is closed, because the daemon has cancelled the
+// request or has ended. Then the launcher has undone its work and sends no reply.
 func daemonIsGone(err error) bool {
 	//nolint:errorlint // a wrapped EOF is a request that was cut off
 	return err == io.EOF || errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET)
 }
 
-// logFailure logs to the daemon's standard error in its format. l is nil for a launcher that failed
-// to start.
+// logFailure logs to the daemon's standard error in its format. l is nil if the launcher failed to
+// start.
 func logFailure(w io.Writer, format string, l *launcher, err error) {
 	var handler slog.Handler = slog.NewTextHandler(w, nil)
 	if format == "json" {
@@ -156,7 +156,8 @@ func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err
 // ones.
 const restTime = time.Second
 
-// keptGarbage is the heap size, in bytes, below which releasing memory costs more than it saves.
+// keptGarbage is a heap size, in bytes. If the heap is smaller, releasing memory costs more than it
+// saves.
 const keptGarbage = 6 << 20
 
 // await receives the next request.
@@ -192,7 +193,7 @@ func (l *launcher) reply(r proto.Reply, files ...*os.File) error {
 	return l.conn.Send(r, files...)
 }
 
-// nameProcess sets the name that ps shows. Without it, that would be the number of the descriptor
+// nameProcess sets the name that ps shows. Otherwise the name would be the number of the descriptor
 // through which the program was executed.
 func nameProcess() {
 	_ = os.WriteFile("/proc/self/comm", []byte("berth-shim"), 0) // only people read it

@@ -21,12 +21,13 @@ import (
 const procPlace = "/proc"
 
 // hiding is the mount option with which /proc shows only the processes that its reader may trace
-// (Linux 5.8): for root of a user namespace those of that namespace.
+// (Linux 5.8). For root of a user namespace, these are the processes of the namespace.
 const hiding = "hidepid=4"
 
 // coverProc mounts the node's proc filesystem over /proc in the container's mount namespace. CRIU's
-// first task mounts proc filesystems there, which the kernel permits in a user namespace only where
-// one is visible that nothing masks. This thread returns to its mount namespace.
+// first task mounts proc filesystems there. In a user namespace the kernel permits that only if a
+// proc filesystem is visible of which no part is masked. This thread returns to its mount
+// namespace.
 func (b *mappedRestore) coverProc() error {
 	own, err := os.Open("/proc/thread-self/ns/mnt")
 	if err != nil {
@@ -53,8 +54,8 @@ func (b *mappedRestore) coverProc() error {
 	return errors.Join(err, os.NewSyscallError("setns", unix.Setns(int(own.Fd()), unix.CLONE_NEWNS)))
 }
 
-// refuseLinks makes the mounts of this thread's namespace follow no symbolic links while CRIU opens
-// files, except proc and the root filesystem: see links.go. followLinks reverts it.
+// refuseLinks prevents that mounts of this thread's namespace follow symbolic links while CRIU
+// opens files. proc and the root filesystem are exceptions, see links.go. followLinks reverts it.
 func refuseLinks() error {
 	failpoint.Reach("launcher.refuse-links")
 	attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_NOSYMFOLLOW}
@@ -73,9 +74,9 @@ func refuseLinks() error {
 }
 
 // replaceProc gives the container the proc filesystem of the PID namespace of its restored init,
-// with the paths that the spec masks or makes read-only. No restored process has executed anything
-// yet, or opened a file. berth-shim does it in that namespace: the kernel mounts the proc
-// filesystem of the caller's.
+// with the paths that the spec masks or makes read-only. No restored process has executed an
+// instruction or opened a file yet. berth-shim mounts it from that PID namespace, because the
+// kernel mounts the proc filesystem of the caller's PID namespace.
 func (b *mappedRestore) replaceProc(init int) error {
 	program, err := exeseal.CloneSelfExe("")
 	if err != nil {
@@ -89,7 +90,7 @@ func (b *mappedRestore) replaceProc(init int) error {
 	defer inside.Close() // a namespace
 	done := make(chan error)
 	go func() {
-		runtime.LockOSThread() // the thread ends: its children would be in the namespace
+		runtime.LockOSThread() // the thread ends, because its children would be in the namespace
 		done <- func() error {
 			ns, err := os.Open(fmt.Sprintf("/proc/%d/ns/pid", init))
 			if err != nil {
@@ -122,7 +123,7 @@ func (b *mappedRestore) mounts() (*os.File, error) {
 	return os.Open(fmt.Sprintf("/proc/%d/ns/mnt", b.holder))
 }
 
-// Prefixes of the arguments of ReplaceProc: what to do with a path.
+// Prefixes of the arguments of ReplaceProc. They say what to do with a path.
 const (
 	maskPath     = "mask:"
 	readOnlyPath = "read-only:"
@@ -142,8 +143,9 @@ func (b *mappedRestore) protectedProc() (args []string) {
 	return args
 }
 
-// ReplaceProc replaces /proc in the mount namespace of file descriptor 3 by the proc filesystem of
-// this process's PID namespace, and protects the paths in args. It is the program of replaceProc.
+// ReplaceProc replaces /proc in the mount namespace of file descriptor 3. The new /proc is that of
+// this process's PID namespace. It then protects the paths in args. It is the program of
+// replaceProc.
 func ReplaceProc(args []string) error {
 	runtime.LockOSThread()
 	if err := unix.Unshare(unix.CLONE_FS); err != nil {
@@ -158,7 +160,7 @@ func ReplaceProc(args []string) error {
 	}
 	defer unix.Close(proc) // a mount
 	failpoint.Reach("launcher.unmount-proc")
-	for range 2 { // coverProc's, and that of libcontainer with the mounts on it
+	for range 2 { // the mount of coverProc, and the mount of libcontainer with the mounts on it
 		if err := unix.Unmount(procPlace, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW); err != nil {
 			return fmt.Errorf("unmount %s: %w", procPlace, err)
 		}
@@ -175,8 +177,9 @@ func ReplaceProc(args []string) error {
 	return nil
 }
 
-// newProc returns a mount of the proc filesystem of this process's PID namespace. The kernel allows
-// it while the mount of coverProc is visible: the mount namespace belongs to a user namespace.
+// newProc returns a mount of the proc filesystem of this process's PID namespace. The mount
+// namespace belongs to a user namespace, so the kernel allows it only while the mount of coverProc
+// is visible.
 func newProc() (int, error) {
 	fs, err := unix.Fsopen("proc", unix.FSOPEN_CLOEXEC)
 	if err != nil {
@@ -194,7 +197,7 @@ func newProc() (int, error) {
 	return mount, nil
 }
 
-// protect does with a path what libcontainer does for a new container.
+// protect masks a path or makes it read-only, as libcontainer does for a new container.
 func protect(arg string) error {
 	if path, found := strings.CutPrefix(arg, readOnlyPath); found {
 		return makeReadOnly(path)

@@ -30,15 +30,15 @@ import (
 
 // mappedRestore makes a container of a pod with a user namespace from a checkpoint. CRIU runs in
 // that namespace as its root, and has no right outside of it. So whoever takes over CRIU, or a
-// process that it restores, gets what root of the pod's own user namespace can do.
+// process that it restores, gets only the rights of root in the pod's user namespace.
 //
 // libcontainer makes the container as a new one, with all mounts and its cgroup. Its init never
-// executes the command: it holds the namespaces. CRIU runs in a room (enterRoom), in the
+// executes the command. It only holds the namespaces. CRIU runs in a room (enterRoom), in the
 // container's user, network, IPC, UTS and cgroup namespaces. The processes that it restores join
 // the container's mount namespace, and get a PID namespace of their own. Then libcontainer's init
 // ends, and the restored init takes its place in libcontainer's state.
 //
-// This process trusts nothing that CRIU says: see answer.
+// This process does not trust messages of CRIU, see answer.
 type mappedRestore struct {
 	restoreBackend
 	holder   int // libcontainer's init
@@ -107,7 +107,7 @@ func (b *mappedRestore) execute() error {
 // roomCRIU is a CRIU in a room.
 type roomCRIU struct {
 	*criu.Process
-	work *os.File // the directory of its log
+	work *os.File // the directory of CRIU's log
 }
 
 // startCRIU starts CRIU on another thread, which ends in CRIU's mount namespace.
@@ -186,7 +186,7 @@ func roomCause(work *os.File) string {
 	return firstError(log)
 }
 
-// inheritedStreams returns the streams that CRIU gives to the processes instead of the saved ones.
+// inheritedStreams returns the streams with which CRIU replaces the saved streams of the processes.
 func (b *mappedRestore) inheritedStreams() (streams []*rpc.InheritFd, err error) {
 	root, err := safefs.OpenRoot(b.Restore.Images)
 	if err != nil {
@@ -217,7 +217,8 @@ func (b *mappedRestore) inheritedStreams() (streams []*rpc.InheritFd, err error)
 
 // commandInNamespaces returns the command that runs CRIU in the container's namespaces, with the
 // capabilities there that the restore or the container needs. The programs nsenter and setpriv of
-// util-linux do it: a Go program has threads, and those cannot enter a user namespace.
+// util-linux do it, because a Go program has several threads, and such a program cannot enter a
+// user namespace.
 func (b *mappedRestore) commandInNamespaces() ([]string, error) {
 	nsenter, err := exec.LookPath("nsenter")
 	if err != nil {
@@ -321,8 +322,8 @@ func (b *mappedRestore) converse(process *criu.Process, streams []*rpc.InheritFd
 // restoreSteps are the steps of CRIU at which something is due, in their order.
 var restoreSteps = []string{"setup-namespaces", "post-setup-namespaces", "pre-resume"}
 
-// answer does what is due at a step of CRIU. CRIU may have been taken over, so the process that it
-// names must be this process's child in the pod's user namespace.
+// answer takes the action for a step of CRIU. An attacker may have taken over CRIU, so the process
+// that a step names must be this process's child, in the pod's user namespace.
 func (b *mappedRestore) answer(notify *rpc.CriuNotify) error {
 	due, err := b.takeStep(notify.GetScript())
 	if err != nil || !due {
@@ -359,9 +360,8 @@ func (b *mappedRestore) takeStep(script string) (due bool, err error) {
 	return true, nil
 }
 
-// checkRestored refuses a process that is not process 1 of a PID namespace in the pod's user
-// namespace, and a child of this process. Its PID stays its own, because only this process could
-// reap it.
+// checkRestored accepts only a child of this process that is process 1 of a PID namespace in the
+// pod's user namespace. Its PID cannot be reused, because only this process could reap it.
 func (b *mappedRestore) checkRestored(pid int) error {
 	parent, err := parentOf(pid)
 	if err != nil {
@@ -392,8 +392,8 @@ func (b *mappedRestore) isInside(pid int) (bool, error) {
 	return process.Dev == pod.Dev && process.Ino == pod.Ino, os.NewSyscallError("stat", err)
 }
 
-// admitMapped completes the restored processes, ends libcontainer's init and records the restored
-// one instead. CRIU holds all processes meanwhile.
+// admitMapped completes the restored processes, ends libcontainer's init, and records the restored
+// init in its place. CRIU holds all processes meanwhile.
 func (b *mappedRestore) admitMapped(pid int) error {
 	b.endStep("CRIU restore, stopped")
 	if err := b.endHolder(); err != nil {

@@ -14,10 +14,10 @@ import (
 	"berth/shim/launcher/criu"
 )
 
-// A room is the mount namespace in which CRIU itself runs: the restored processes are in that of
-// their container. It belongs to the node's user namespace, so CRIU cannot mount anything in it. It
-// has the programs of the node, read-only, the images, a directory for CRIU's log, and a /proc that
-// shows the processes of the pod's user namespace only.
+// A room is the mount namespace in which CRIU itself runs. The restored processes are in their
+// container's mount namespace. It belongs to the node's user namespace, so CRIU cannot mount
+// anything in it. It has the programs of the node, read-only, the images, and a directory for
+// CRIU's log. Its /proc shows only the processes of the pod's user namespace.
 
 // Places in a room.
 const (
@@ -26,7 +26,7 @@ const (
 	roomConfig = "/criu.conf"
 )
 
-// roomConfigText is CRIU's configuration file for what requests cannot say.
+// roomConfigText is CRIU's configuration file for options that requests cannot set.
 const roomConfigText = "work-dir " + roomLog + "\n"
 
 // programDirs are the directories of programs and their libraries.
@@ -100,7 +100,7 @@ func showProgram(room, path string) error {
 		return os.Symlink(target, place)
 	}
 	if _, err := os.Lstat(place); err == nil {
-		return nil // below another one
+		return nil // the directory is below another one
 	}
 	tree, err := cloneReadOnly(path, 0, nil)
 	if err != nil {
@@ -228,7 +228,7 @@ func pivotTo(root string) error {
 	if err := unix.PivotRoot(".", "."); err != nil {
 		return os.NewSyscallError("pivot_root", err)
 	}
-	if err := unix.Unmount(".", unix.MNT_DETACH); err != nil { // the old root is above the new one
+	if err := unix.Unmount(".", unix.MNT_DETACH); err != nil { // the old root is now mounted above the new root
 		return fmt.Errorf("unmount the node's mounts: %w", err)
 	}
 	if err := unix.Chdir("/"); err != nil {

@@ -32,7 +32,7 @@ func (c *launch) mountAll() error {
 // mountRootfs mounts the container's root filesystem and enters its path in the spec.
 func (c *launch) mountRootfs() error {
 	if _, ok := c.backend.(*pauseBackend); ok {
-		return nil // pause does that in its own mount namespace
+		return nil // pause mounts it in its own mount namespace
 	}
 	dir, err := c.rootDir()
 	if err != nil {
@@ -85,7 +85,7 @@ func (c *launch) mountOn(layers rootfs.Spec, dir string) error {
 }
 
 // inOwnMounts calls do in this process's own mount namespace. The calling thread may be in the
-// host's (enterHost), where a request's RootPlace is another mount.
+// host's mount namespace (enterHost), where a request's RootPlace is another mount.
 func inOwnMounts(do func() error) error {
 	done := make(chan error)
 	go func() { done <- do() }() // not on a locked thread

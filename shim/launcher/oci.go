@@ -58,7 +58,7 @@ func hostRootIn(uids, gids []specs.LinuxIDMapping) (uid, gid int, err error) {
 	return uid, gid, err
 }
 
-// hostID returns the ID on the host of the container's root, which is 0 without mappings.
+// hostID returns the ID on the host of the container's root. If there are no mappings, it is 0.
 func hostID(mappings []specs.LinuxIDMapping) (int, error) {
 	for _, m := range mappings {
 		if m.ContainerID == 0 && m.Size > 0 {
@@ -136,8 +136,8 @@ func (b *ociBackend) writeBundle() error {
 	return nil
 }
 
-// execute calls the runtime from another thread. This one has returned to the host's mount
-// namespace, but gVisor must start its file server in the launcher's.
+// execute calls the runtime from another thread. This thread has returned to the host's mount
+// namespace, but gVisor must start its file server in the launcher's namespace.
 func (b *ociBackend) execute() error {
 	done := make(chan error)
 	go func() {
@@ -224,8 +224,8 @@ func (b *ociBackend) destroy() error {
 	return errors.Join(err, killErr, b.group.Destroy(ctx))
 }
 
-// adopting runs a command of the runtime while this process is a subreaper, and so adopts the
-// processes that the command leaves. With keep, this process stays a subreaper.
+// adopting runs a command of the runtime while this process is a subreaper. So this process adopts
+// the processes that the command leaves. With keep, this process stays a subreaper.
 func adopting(keep bool, run func() error) error {
 	if err := setSubreaper(true); err != nil {
 		return err
@@ -336,7 +336,7 @@ func (p *ociStreams) receive(s *stdio) error {
 
 func (p *ociStreams) close() {
 	if p.listener != nil {
-		_ = p.listener.Close() // it removes the socket, too
+		_ = p.listener.Close() // this also removes the socket
 		_ = p.dir.Close()
 	}
 }
@@ -434,8 +434,8 @@ func (e *ociExec) explain(err error) error {
 	return proto.Errorf(proto.FailedPrecondition, "it is not running: %v", err)
 }
 
-// makeCgroup creates the exec's own cgroup. It returns its name if the runtime can start the
-// process in it. Execs in a sandbox have none.
+// makeCgroup creates the exec's own cgroup. If the runtime can start the process in this cgroup,
+// makeCgroup returns the cgroup's name. Execs in a sandbox have no cgroup.
 func (e *ociExec) makeCgroup(bundle ociruntime.Bundle) (name string) {
 	if e.Runtime.Sandboxed {
 		return ""
@@ -453,7 +453,7 @@ func (e *ociExec) makeCgroup(bundle ociruntime.Bundle) (name string) {
 }
 
 // enterCgroup moves the process and its descendants to the exec's cgroup. It misses a process that
-// left the tree earlier. Such a process ends with the container.
+// has left the tree before. Such a process ends with the container.
 func (e *ociExec) enterCgroup(pid int) {
 	if e.cgroup == "" {
 		return

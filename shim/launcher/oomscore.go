@@ -11,8 +11,8 @@ import (
 	"berth/internal/failpoint"
 )
 
-// leastOOMScore returns the oom_score_adj of a spec, which is the least that a restored process may
-// have.
+// leastOOMScore returns the oom_score_adj of a spec. A restored process must not have a lower
+// value.
 func leastOOMScore(p *specs.Process) int {
 	if p.OOMScoreAdj == nil {
 		return 0
@@ -20,8 +20,9 @@ func leastOOMScore(p *specs.Process) int {
 	return *p.OOMScoreAdj
 }
 
-// raiseOOMScore raises the oom_score_adj of a process to least. CRIU sets no value of 0, so the
-// process has that of the launcher: the kernel would end it last of all.
+// raiseOOMScore raises the oom_score_adj of a process to least. CRIU does not set the value if it
+// is 0, so the process has the launcher's value. With that value the kernel would kill it last of
+// all processes.
 func raiseOOMScore(pid, least int) error {
 	path := fmt.Sprintf("/proc/%d/oom_score_adj", pid)
 	data, err := os.ReadFile(path)

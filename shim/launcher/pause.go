@@ -31,11 +31,12 @@ import (
 )
 
 // pauseBackend makes a plain pause (proto.PlainPause) without libcontainer's init. The
-// pause's program makes the pod's namespaces itself ("pause enter", shim/pause/pause.c). That takes
-// a tenth of the CPU time and does not change the launcher, which can serve again.
+// pause's program makes the pod's namespaces itself ("pause enter", shim/pause/pause.c). This takes
+// a tenth of the CPU time. It does not change the launcher, so the launcher can serve again.
 //
-// The program has two stages. The first joins the cgroup, clones the second with the namespaces,
-// and reaps it if the launch fails. The second sets itself up and executes pause.
+// The program has two stages. The first stage joins the cgroup and clones the second stage with the
+// namespaces. If the launch fails, it reaps the second stage. The second sets itself up and
+// executes pause.
 //
 // libcontainer's state file has the fields that berth reads (cgroup.FromState).
 type pauseBackend struct {
@@ -127,8 +128,8 @@ func (b *pauseBackend) checkCgroup() error {
 // pauseCmdline is /proc/PID/cmdline of a second stage that has executed pause.
 var pauseCmdline = strings.Join(proto.PauseArgs, "\x00") + "\x00"
 
-// writeState writes the state file. Others find the cgroup in it by the ID. Like a container's
-// it exists before the first process.
+// writeState writes the state file. Other code finds the cgroup in it by the ID. Like a container's
+// state file, it exists before the first process.
 func (b *pauseBackend) writeState() error {
 	dir := filepath.Join(b.l.settings.StateRoot, b.ID)
 	var state struct {
@@ -181,11 +182,11 @@ func (b *pauseBackend) makeCgroup() error {
 // (NameGroup).
 var optionalControllers = []string{"name=systemd", "misc"}
 
-// taskFilesOf returns the files to which a process writes itself to join a cgroup, in pause.c's
-// form, and the cgroup's directory in the v2 hierarchy, empty if there is none. paths are the
-// cgroup's directories by controller.
+// taskFilesOf returns the files to which a process writes itself to join a cgroup, in the form of
+// pause.c. It also returns the cgroup's directory in the v2 hierarchy, or "" if there is none.
+// paths are the cgroup's directories by controller.
 func taskFilesOf(paths map[string]string) (lists []string, unified string) {
-	controllers := map[string][]string{} // by directory: a hierarchy may have several
+	controllers := map[string][]string{} // by directory, because a hierarchy may have several controllers
 	for name, dir := range paths {
 		controllers[dir] = append(controllers[dir], name)
 	}
@@ -200,7 +201,7 @@ func taskFilesOf(paths map[string]string) (lists []string, unified string) {
 			lists = append(lists, "-"+tasks)
 		case unix.Access(dir, unix.F_OK) == nil:
 			unified = dir
-		} // otherwise systemd could not create it, and it is not needed
+		} // if this controller is missing, systemd could not create the directory, and it is not needed
 	}
 	return lists, unified
 }
@@ -221,7 +222,7 @@ func (b *pauseBackend) start() error {
 	}
 	failpoint.Reach("launcher.start-pause")
 	err = b.startInCgroup(flags, files)
-	if err != nil && b.unified != "" { // CLONE_INTO_CGROUP is Linux 5.7; before, confine moves it
+	if err != nil && b.unified != "" { // CLONE_INTO_CGROUP exists since Linux 5.7; on older kernels confine moves it
 		b.taskFiles, b.unified = nil, ""
 		err = b.startInCgroup(flags, files)
 	}
@@ -367,7 +368,7 @@ func tellToContinue(socket *os.File) error {
 	return nil
 }
 
-// Reports of pause.c: two of success, and one for each step that can fail.
+// Reports of pause.c. There are two reports of success, and one for each step that can fail.
 const (
 	pauseStarted = iota
 	pauseReady
@@ -419,12 +420,12 @@ func (b *pauseBackend) receive(socket *os.File, want int) (int, error) {
 	return value, nil
 }
 
-// execute makes the second stage execute pause. The first one exits; the next subreaper adopts
-// pause.
+// execute makes the second stage execute pause. The first stage exits, and the next subreaper
+// adopts pause.
 func (b *pauseBackend) execute() error {
 	first := b.first
 	b.first = nil
-	err := b.parent.Close() // then it exits
+	err := b.parent.Close() // then the first stage exits
 	if sayErr := tellToContinue(b.child); sayErr != nil {
 		return errors.Join(sayErr, err)
 	}
@@ -452,15 +453,15 @@ func (b *pauseBackend) checkAlive() error {
 			return err
 		}
 	}
-	ended, err := pidfd.Exited(b.second) // if it has not, the pid was not reused and cmdline was its own
+	ended, err := pidfd.Exited(b.second) // if it has not exited, the pid was not reused, and cmdline was its own
 	if err == nil && ended {
 		err = errors.New("pause was killed")
 	}
 	return err
 }
 
-// hasExecuted compares the second stage's arguments with pause's. It reads no more than these: a
-// process controls the length of its /proc/PID/cmdline.
+// hasExecuted compares the second stage's arguments with pause's. It reads only so many bytes,
+// because a process controls the length of its /proc/PID/cmdline.
 func (b *pauseBackend) hasExecuted() (bool, error) {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/cmdline", b.pid))
 	if err != nil {
@@ -487,7 +488,7 @@ func (b *pauseBackend) destroy() error {
 	return err
 }
 
-// reap ends both stages. The first one is the parent of the second.
+// reap ends both stages. The first stage is the parent of the second.
 func (b *pauseBackend) reap(ctx context.Context) {
 	failpoint.Reach("launcher.kill-pause")
 	if b.second != nil {
@@ -498,7 +499,7 @@ func (b *pauseBackend) reap(ctx context.Context) {
 	if b.firstLetGo {
 		_ = tellToContinue(b.parent) // it reaps the second; it may have ended
 	}
-	_ = b.parent.Close() // if it still waits for letGo it exits without a second stage
+	_ = b.parent.Close() // if the first stage still waits for letGo, it exits and makes no second stage
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)

@@ -23,9 +23,9 @@ import (
 // it.
 const lastPID = "/proc/sys/kernel/ns_last_pid"
 
-// reservePIDs makes the kernel assign higher process IDs than those in the checkpoints of this
-// container and of those that will be restored after it. In a shared PID namespace this container
-// would otherwise get IDs that the others need, and CRIU could not restore them.
+// reservePIDs makes the kernel assign higher process IDs than all in the checkpoints of this
+// container and of containers that will be restored later. Otherwise, in a shared PID namespace,
+// this container could get IDs of the later containers, and CRIU could not restore them.
 func (b *restoreBackend) reservePIDs() error {
 	namespace := b.config.Namespaces.PathOf(configs.NEWPID)
 	if namespace == "" {
@@ -39,7 +39,8 @@ func (b *restoreBackend) reservePIDs() error {
 }
 
 // highestPID returns the highest process ID in the images of a container and of others that will be
-// restored later. Those of the others may be missing: they were restored or removed meanwhile.
+// restored later. Images of other containers may be missing, because these were restored or removed
+// meanwhile.
 func highestPID(images string, pending []string) (int, error) {
 	highest, err := criu.HighestPID(images)
 	if err != nil {
@@ -55,8 +56,8 @@ func highestPID(images string, pending []string) (int, error) {
 	return highest, nil
 }
 
-// enterAndReserve runs RaiseLastPID in a PID namespace. The program is a sealed copy: processes of
-// the pod see it, and must not get hold of the original.
+// enterAndReserve runs RaiseLastPID in a PID namespace. The program is a sealed copy, because
+// processes of the pod can see it and must not get access to the original.
 func enterAndReserve(namespace string, pid int) error {
 	program, err := exeseal.CloneSelfExe("")
 	if err != nil {
@@ -65,7 +66,7 @@ func enterAndReserve(namespace string, pid int) error {
 	defer program.Close() // it was only executed
 	done := make(chan error)
 	go func() {
-		runtime.LockOSThread() // the thread ends: its children would be in the namespace
+		runtime.LockOSThread() // the thread ends, because its children would be in the namespace
 		done <- func() error {
 			ns, err := os.Open(namespace)
 			if err != nil {
@@ -92,7 +93,7 @@ func enterAndReserve(namespace string, pid int) error {
 }
 
 // RaiseLastPID makes the kernel assign higher process IDs than pid in this process's PID namespace,
-// if it does not yet. It is the program of enterAndReserve.
+// unless it already does. It is the program of enterAndReserve.
 func RaiseLastPID(args []string) error {
 	if len(args) != 1 {
 		return errors.New("one process ID is needed")

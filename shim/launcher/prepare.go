@@ -43,8 +43,9 @@ func (c *launch) prepare() error {
 }
 
 // setDottedSysctls sets the sysctls of interfaces whose names have dots, such as
-// net.ipv4.conf.eth0/100.rp_filter, and removes them from the spec. libcontainer and other OCI
-// runtimes read each dot and slash as a separator. All of them belong to the network namespace.
+// net.ipv4.conf.eth0/100.rp_filter. It removes them from the spec, because libcontainer and other
+// OCI runtimes read each dot and slash as a separator. All these sysctls belong to the network
+// namespace.
 func (c *launch) setDottedSysctls() error {
 	dotted := maps.Clone(c.Spec.Linux.Sysctl)
 	maps.DeleteFunc(dotted, func(name, _ string) bool { return !strings.Contains(name, "/") })
@@ -85,8 +86,8 @@ func writeSysctl(name, value string) error {
 }
 
 // clampOOMScore raises the spec's oom_score_adj to the lowest value that this process may set. A
-// lower one needs CAP_SYS_RESOURCE, and init would fail. The daemon does the same before and logs
-// it.
+// lower value needs CAP_SYS_RESOURCE, and init would fail. The daemon has done the same before, and
+// has logged it.
 func clampOOMScore(p *specs.Process) {
 	if p.OOMScoreAdj == nil {
 		return
@@ -104,7 +105,7 @@ func clampOOMScore(p *specs.Process) {
 		*p.OOMScoreAdj = now
 		return
 	}
-	// That succeeded, so init may set it. Raising it again always succeeds.
+	// If that succeeds, init may set the value. Raising it again always succeeds.
 	_ = os.WriteFile(file, own, 0)
 }
 
@@ -119,7 +120,7 @@ func (c *launch) identifyMonitor() (err error) {
 	return err
 }
 
-// reserveExit takes the disk space of the exit record. Without the record, on a full filesystem,
+// reserveExit takes the disk space of the exit record. If a full filesystem prevented the record,
 // the container would count as lost.
 func (c *launch) reserveExit() error {
 	if c.Pause != "" {

@@ -24,8 +24,8 @@ func (l *launcher) passFilter(p *libcontainer.Process, config *configs.Config) e
 	return err
 }
 
-// initLogLevel is the log level of libcontainer's init, the same as collectWarnings'. Without a
-// level its C code sends some 25 debug lines, which the launcher would parse and discard.
+// initLogLevel is the log level of libcontainer's init, the same as collectWarnings'. If no level
+// is set, its C code sends some 25 debug lines, which the launcher would parse and discard.
 var initLogLevel = strconv.Itoa(int(logrus.WarnLevel))
 
 // newProcess converts a runtime-spec process to libcontainer's.

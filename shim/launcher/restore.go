@@ -75,7 +75,7 @@ func (b *restoreBackend) checkStructure() error {
 	return refusal(criu.Check(images, vdso))
 }
 
-// refusal gives an error of package criu its code.
+// refusal adds the gRPC code to an error of package criu.
 func refusal(err error) error {
 	if refused := (*criu.Refused)(nil); errors.As(err, &refused) {
 		return proto.Errorf(proto.FailedPrecondition, "restore from the checkpoint: %v", refused)
@@ -94,16 +94,16 @@ const criuOptions = "criu.conf"
 // their peers were not frozen with them. The yard is a directory below workDir.
 const restoreOptions = "tcp-close\ncgroup-yard " + restoreYard + "\n"
 
-// criuLabel starts the label with the name of CRIU's configuration file. libcontainer reads it.
-// Without it, CRIU would read /etc/criu/runc.conf.
+// criuLabel starts the label with the name of CRIU's configuration file. libcontainer reads it. If
+// there is no label, CRIU would read /etc/criu/runc.conf.
 const criuLabel = "org.criu.config="
 
 // create makes no process. The restore in execute makes init.
 func (b *restoreBackend) create() (pid int, err error) { return 0, b.makeContainer() }
 
 // execute restores the processes and lets them run. It works on another thread, because this one
-// has returned to the host's mount namespace. That thread is CRIU's parent. It ends afterwards,
-// with its mount namespace.
+// has returned to the host's mount namespace. That thread is CRIU's parent. The thread ends
+// afterwards, with its mount namespace.
 func (b *restoreBackend) execute() error {
 	done := make(chan error)
 	go func() {
@@ -187,7 +187,7 @@ func (b *restoreBackend) restore() error {
 func (b *restoreBackend) binDir() string { return filepath.Join(b.l.settings.StateRoot, b.ID, "bin") }
 
 // labels returns the LSM profile and the SELinux context of mounts, in CRIU's form. They come from
-// the spec. Without them, CRIU would use those of the checkpoint.
+// the spec. Otherwise CRIU would use the cgroups in the checkpoint.
 func (b *restoreBackend) labels() (profile, mountContext string) {
 	switch p := b.Spec.Process; {
 	case p.SelinuxLabel != "":
@@ -250,8 +250,8 @@ func printable(text string, limit int) string {
 	return text
 }
 
-// useCRIU makes libcontainer find the configured CRIU, which it looks up by name. undo reverts
-// that.
+// useCRIU makes libcontainer find the configured CRIU, which it looks up by name. undo reverts the
+// change.
 func (b *restoreBackend) useCRIU() (undo func(), err error) {
 	dir := b.binDir()
 	before := os.Getenv("PATH")
@@ -266,8 +266,8 @@ func (b *restoreBackend) useCRIU() (undo func(), err error) {
 	return func() { _ = os.Setenv("PATH", before) }, nil
 }
 
-// watch kills the restore when its time is over, the daemon cancels the launch or CRIU is lost,
-// until stop is called. stop returns whether the time was over.
+// Until stop is called, watch kills the restore when its time is over, when the daemon cancels the
+// launch, or when CRIU is lost. stop returns whether the time was over.
 func (b *restoreBackend) watch() (stop func() bool) {
 	ctx, cancel := context.WithCancel(context.Background())
 	timeout, release := context.WithTimeout(b.ctx, b.Restore.Timeout)
@@ -325,7 +325,8 @@ func findCRIU() (int, error) {
 	return below[0], nil
 }
 
-// waitExit waits until the process of a pidfd has exited. It does not reap it: libcontainer does.
+// waitExit waits until the process of a pidfd has exited. It does not reap CRIU, because
+// libcontainer does.
 func waitExit(fd int) error {
 	for {
 		_, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, -1)
@@ -350,8 +351,8 @@ func (b *restoreBackend) killAll(ctx context.Context) {
 	failpoint.Reach("launcher.restore-killed")
 }
 
-// resuming completes the restored processes and records init. CRIU holds all processes meanwhile;
-// none has executed an instruction. After an error it kills them.
+// resuming completes the restored processes and records init. CRIU holds all processes meanwhile,
+// and none has executed an instruction. After an error CRIU kills them.
 func (b *restoreBackend) resuming() {
 	if err := b.admit(); err != nil {
 		b.refuse(err)
@@ -436,9 +437,9 @@ func (b *restoreBackend) destroy() error {
 }
 
 // resumeGate calls a function when CRIU has restored all processes and is about to let them run.
-// CRIU notifies libcontainer and waits for the answer. libcontainer has no callback for this, but
-// logs each notification before the answer, so the gate is a hook of its log. A version of
-// libcontainer that does not log it leaves the gate unpassed.
+// CRIU notifies libcontainer and waits for the answer. libcontainer has no callback for this
+// notification. It logs each notification before it answers, so the gate is a hook of its log. If a
+// version of libcontainer does not log it, the gate is never passed.
 type resumeGate struct {
 	check  func()
 	called atomic.Bool

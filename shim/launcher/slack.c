@@ -19,9 +19,9 @@ static void slacken(void)
 }
 
 // libcontainer calls nsexec in a constructor, before Go's runtime starts threads, which inherit the
-// slack. nsexec forks init and returns in it. A process's default slack is its parent's at the
-// fork, for ever (PR_SET_TIMERSLACK with 0 restores it). So the slack may change only after nsexec.
-// The order of constructors is undefined, hence the linker's --wrap.
+// slack. nsexec forks init and returns in it. A process's default slack is its parent's slack at
+// the fork, and never changes (PR_SET_TIMERSLACK with 0 restores it). So the slack may change only
+// after nsexec. The order of constructors is undefined, hence the linker's --wrap.
 void __real_nsexec(void);
 void __wrap_nsexec(void);
 

@@ -4,16 +4,17 @@ package launcher
 // of containers.
 //
 // That thread (sysmon in Go's runtime/proc.go) sleeps for only 20 µs at a time while the program
-// works, even in a system call. In init, which has one P (libcontainer sets GOMAXPROCS=1), it takes
-// the P from each longer system call and wakes another thread, which finds nothing to do. An exec
-// takes 1.2 times the CPU time with it.
+// works, even in a system call. init has one P, because libcontainer sets GOMAXPROCS=1. In init the
+// thread takes the P from each longer system call and wakes another thread, which has no work. An
+// exec then takes 1.2 times the CPU time.
 //
 // slack.c lengthens these sleeps to half a millisecond. It sets the timer slack of the process's
 // first thread (prctl(2), PR_SET_TIMERSLACK) before Go's runtime starts, and the runtime's threads
 // inherit it. A goroutine may wait that long for a P that is blocked in a system call.
 //
-// No other program gets this slack, not even as its default: a thread calls restoreSlack before it
-// starts a process or executes a program. The monitor is the exception; it starts nothing.
+// No other program gets this slack, not even as its default, because a thread calls restoreSlack
+// before it starts a process or executes a program. The monitor is an exception, because it starts
+// no programs.
 
 // #cgo LDFLAGS: -Wl,--wrap=nsexec
 // #include "slack.h"

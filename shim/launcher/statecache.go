@@ -30,7 +30,7 @@ type loaded struct {
 // libcontainer.ErrNotExist if the container does not exist.
 func (l *launcher) load(root, id string) (*loaded, error) {
 	file := filepath.Join(root, id, "state.json")
-	info, err := os.Stat(file) // before reading: a file that is replaced meanwhile is read again next time
+	info, err := os.Stat(file) // before reading, so that a file that is replaced meanwhile is read again next time
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, libcontainer.ErrNotExist
 	}
@@ -69,6 +69,6 @@ var ownAnchor = sync.OnceValue(func() *cgroup.Anchor {
 // prepareMove makes the coming move of an exec's process to its cgroups faster.
 func prepareMove() {
 	if stay := ownAnchor(); stay != nil {
-		_ = stay.Move() // if it fails, that move takes longer
+		_ = stay.Move() // if it fails, the move takes longer
 	}
 }

@@ -15,9 +15,9 @@ import (
 	"berth/internal/failpoint"
 )
 
-// rearmTimers arms the periodic timerfds of a restored process again that had expired while it was
-// frozen. The kernel reports no time until their next expiry, and CRIU 4.2.1 restores them with
-// that: disarmed.
+// rearmTimers arms again those periodic timerfds of a restored process that had expired while the
+// process was frozen. For such a timer the kernel reports 0 as the time until its next expiry, so
+// CRIU 4.2.1 restores it disarmed.
 func rearmTimers(pid int) error {
 	infos, err := filepath.Glob(fmt.Sprintf("/proc/%d/fdinfo/*", pid))
 	if err != nil {
@@ -26,7 +26,7 @@ func rearmTimers(pid int) error {
 	for _, path := range infos {
 		data, err := os.ReadFile(path)
 		if errors.Is(err, os.ErrNotExist) {
-			continue // closed; not by a process that CRIU holds
+			continue // the descriptor was closed, which a process that CRIU holds cannot do
 		}
 		if err != nil {
 			return err
@@ -49,7 +49,7 @@ func rearmTimers(pid int) error {
 // timer is the state of a timerfd.
 type timer struct {
 	ticks           uint64        // expirations that were not read
-	value, interval time.Duration // until the next expiration, and between two; 0: none
+	value, interval time.Duration // time until the next expiration, and between two expirations; 0: none
 }
 
 // stalled returns whether a periodic timer has expired and does not run. A timer that its process

@@ -15,9 +15,9 @@ import (
 	"berth/shim/proto"
 )
 
-// warm does work that the first launch would wait for: libcontainer's detection of the cgroup
-// hierarchies, encoding/json's analysis of the types of requests and configurations, and page
-// faults. A failure here appears again, with an error, in the launch.
+// warm does work in advance for which the first launch would wait. libcontainer detects the cgroup
+// hierarchies, and encoding/json analyses the types of requests and configurations. warm also
+// causes page faults. A failure here appears again, with an error, in the launch.
 func warm() {
 	_ = exeseal.IsSelfExeCloned()
 	_, _ = os.Stat("/proc/self/ns/mnt")

@@ -81,8 +81,8 @@ func parseWatches(info string, to map[inode]bool) {
 }
 
 // findInodes returns the paths of inodes in the filesystem of root, without those in other mounts.
-// The longest path comes first: CRIU searches the whole tree below a path before it tries the next
-// one.
+// The longest path comes first, because CRIU searches the whole tree below a path before it tries
+// the next path.
 func findInodes(root *os.File, wanted map[inode]bool) (paths []string, err error) {
 	var st unix.Stat_t
 	if err := unix.Fstat(int(root.Fd()), &st); err != nil {

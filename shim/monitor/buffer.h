@@ -14,8 +14,8 @@ struct buffer {
 	size_t cap;
 };
 
-/* buffer_append copies n bytes to the end. It returns false, and changes nothing, without
- * memory. */
+/* buffer_append copies n bytes to the end. If there is no memory, it returns false and changes
+ * nothing. */
 bool buffer_append(struct buffer *b, const void *from, size_t n);
 /* buffer_drop removes the first n bytes, or all. */
 void buffer_drop(struct buffer *b, size_t n);

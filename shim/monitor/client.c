@@ -62,8 +62,8 @@ static bool may_connect(int fd)
 	return peer.uid == 0 || peer.uid == (uint32_t)sys_geteuid();
 }
 
-/* ACCEPT_REST is the pause after a lack of descriptors or memory: the next attempt would fail,
- * too. */
+/* ACCEPT_REST is the pause after a lack of descriptors or memory, because the next attempt would
+ * fail, too. */
 #define ACCEPT_REST (100 * MILLISECOND)
 
 void clients_accept_again(struct monitor *m)
@@ -167,7 +167,7 @@ static void receive(struct client *c)
 	if (n <= 0)
 		c->ended = true;
 	else if (!buffer_append(&c->in, frame, (size_t)n))
-		c->dead = true; /* no memory: closing the connection is better than a gap */
+		c->dead = true; /* no memory; closing the connection is better than a gap */
 }
 
 /* carry_out processes the received requests until one has to wait. */

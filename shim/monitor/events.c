@@ -1,4 +1,4 @@
-/* What the monitor waits for: the descriptors in epoll. */
+/* The descriptors in epoll, for which the monitor waits. */
 #include <asm/signal.h>
 
 #include "monitor.h"

@@ -1,7 +1,8 @@
 /*
- * The monitor's version of package internal/failpoint: if BERTH_FAILPOINTS names a directory, files
- * in it let a test trace the program, and kill or stop it at a failpoint. Released monitors are
- * built without it. An internal error ends the monitor with a signal that no test sends.
+ * The monitor's version of package internal/failpoint. If BERTH_FAILPOINTS names a directory, a
+ * test can use files in it to trace the program, and to kill or stop it at a failpoint. Released
+ * monitors are built without it. An internal error ends the monitor with a signal that no test
+ * sends.
  */
 #ifdef FAILPOINTS
 

@@ -92,8 +92,8 @@ static bool read_zombie(int pid, int *status)
 
 /*
  * await_tracer waits for SIGCHLD, which the kernel sends when init's tracer detaches. The pidfd
- * would be ready all the time. Without a signalfd the function only sleeps for a moment, and the
- * caller polls.
+ * would be ready all the time. If there is no signalfd, the function only sleeps for a moment, and
+ * the caller polls.
  */
 static void await_tracer(struct monitor *m)
 {
@@ -192,7 +192,7 @@ static void end_orphans(struct monitor *m)
 	REACH("monitor.orphans-ended");
 }
 
-/* record_exit retries for a while: without the record the container counts as lost. */
+/* record_exit retries for a while, because without the record the container counts as lost. */
 static long record_exit(struct monitor *m, const struct exit_record *exit)
 {
 	REACH("monitor.record-exit");
@@ -205,8 +205,8 @@ static long record_exit(struct monitor *m, const struct exit_record *exit)
 	}
 }
 
-/* The verdict comes first, while the cgroup exists, then the output. The record is last: it says
- * that everything is done. */
+/* The verdict comes first, while the cgroup exists, then the output. The record is last, because it
+ * says that everything is done. */
 int finish(struct monitor *m)
 {
 	struct exit_record exit;

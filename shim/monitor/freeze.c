@@ -1,24 +1,25 @@
 /*
- * A checkpoint needs a container that does not run. The monitor freezes it, not the daemon: then
- * the death of the daemon or of CRIU cannot leave a frozen container. The cgroup is thawed when the
- * client asks for it, when its connection ends, when the limit of its request is over, and when the
- * container ends.
+ * A checkpoint needs a container that does not run. The monitor freezes it and not the daemon, so
+ * that the death of the daemon or of CRIU cannot leave a frozen container. The cgroup is thawed
+ * when the client asks for it, when its connection ends, when the limit of its request is over, and
+ * when the container ends.
  *
- * CRIU also writes to the freezer: it thaws the cgroup to work on the processes and freezes it
+ * CRIU also writes to the freezer. It thaws the cgroup to work on the processes, and freezes it
  * again at its end. A CRIU that ends late could freeze it after the thaw, so the thaw is repeated.
  */
 #include "monitor.h"
 
 enum {
 	LIMIT_SIZE = 4,             /* bytes of the request's limit, in milliseconds; a path follows */
-	LONGEST_LIMIT = 15 * 60000, /* in milliseconds: the limit of requests without a sensible one */
+	LONGEST_LIMIT = 15 * 60000, /* in milliseconds: the limit for requests whose own limit is invalid */
 	FREEZE_POLL = 1,            /* milliseconds between two looks whether the cgroup is frozen */
 	LONGEST_WAIT = 60 * 60 * 1000,
 };
 
 /*
- * The times between a thaw and its repetitions. The long ones are for a CRIU that goes on after the death
- * of its launcher and of the daemon. A kill of CRIU at that moment could end a process of the container.
+ * The times between a thaw and its repetitions. The long times are for a CRIU that continues after
+ * the death of its launcher and of the daemon. A kill of CRIU at that moment could end a process of
+ * the container.
  */
 static const int64_t repeats_after[THAW_REPEATS] = {100 * MILLISECOND, SECOND, 10 * SECOND, 60 * SECOND, 300 * SECOND};
 
@@ -124,7 +125,7 @@ const char *freeze_end(struct monitor *m, const struct client *c)
 	return NULL;
 }
 
-/* freezing_client returns the client that waits for the frozen cgroup, NULL if it is gone. */
+/* freezing_client returns the client that waits for the frozen cgroup, NULL if it has left. */
 static struct client *freezing_client(struct monitor *m)
 {
 	for (int i = 0; i < m->client_count; i++)

@@ -1,5 +1,5 @@
-/* The monitor's version of cgroup.KillDir: it kills every process in a cgroup directory and
- * below. */
+/* The monitor's version of cgroup.KillDir. It kills every process in a cgroup directory and below.
+ * */
 #include <asm/signal.h>
 
 #include "monitor.h"
@@ -17,8 +17,8 @@ struct entry {
 
 enum { DT_DIR = 4 };
 
-/* is_gone returns whether an error means that a cgroup does not exist: opening fails with
- * ENOENT, using files opened before its removal with ENODEV. */
+/* is_gone returns whether an error means that a cgroup does not exist. Opening its files fails with
+ * ENOENT. Using files that were opened before its removal fails with ENODEV. */
 static bool is_gone(long result) { return result == -ENOENT || result == -ENODEV; }
 
 long file_write(int dir, const char *name, const char *text)
@@ -112,7 +112,7 @@ static long tree_pids(int dir, int sig, size_t *count, int depth)
 	if (depth > DEEPEST)
 		return -ELOOP;
 	result = own_pids(dir, "cgroup.procs", sig, count);
-	/* A threaded cgroup (v2) lists threads; a signal to one reaches its process. */
+	/* A threaded cgroup (v2) lists threads. A signal to a thread reaches its process. */
 	if (result == -EOPNOTSUPP)
 		result = own_pids(dir, "cgroup.threads", sig, count);
 	if (is_gone(result))
@@ -143,9 +143,9 @@ bool file_begins(int dir, const char *name, const char *text)
 }
 
 /*
- * freeze freezes a cgroup and waits until it is frozen: the v1 freezer returns while processes
- * still run, and their forks would escape the signals. A hierarchy without a freezer takes more
- * rounds.
+ * freeze freezes a cgroup and waits until it is frozen. The v1 freezer returns while processes
+ * still run, and their forks would escape the signals. If the hierarchy has no freezer, the kill
+ * takes more rounds.
  */
 static void freeze(int dir, const char *freezer, const char *frozen)
 {

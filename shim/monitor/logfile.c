@@ -1,6 +1,6 @@
 /*
- * Opens log files like the launcher's openLogFile: below dir it refuses symbolic links and anything
- * but a regular file, because a container that mounts the log directory can put anything there.
+ * Opens log files like the launcher's openLogFile. Below dir it accepts only regular files and no
+ * symbolic links, because a container that mounts the log directory can create any file there.
  */
 #include "monitor.h"
 

@@ -32,13 +32,13 @@ struct encoder {
 };
 
 /* encoder_init sets the maximum length of lines, DEFAULT_MAX_LINE if max is not positive. It
- * returns false without memory. */
+ * returns false if there is no memory. */
 bool encoder_init(struct encoder *e, const char *stream, int max);
 
 /*
  * encoder_append appends the records of n bytes at data to out, as far as they fit, and returns the
- * number of consumed bytes. With space for the maximum and RECORD_OVERHEAD, out takes at least one
- * record.
+ * number of consumed bytes. If out has space for the maximum and RECORD_OVERHEAD, at least one
+ * record fits.
  */
 size_t encoder_append(struct encoder *e, struct line *out, struct text timestamp, const char *data, size_t n);
 

@@ -46,8 +46,8 @@ static long open_streams(struct monitor *m)
 	long result;
 
 	if (p->console >= 0) {
-		/* With the other side open here, too, the terminal does not end when the
-		 * container closes it for a moment (Linux 4.13; without it, it does). */
+		/* The other side is also open here, so the terminal does not end when the container closes
+		 * it for a moment (Linux 4.13; on older kernels it ends). */
 		sys_ioctl(p->console, TIOCGPTPEER, TIOCGPTPEER_FLAGS);
 		result = add_stream(m, p->console, "stdout", FRAME_STDOUT);
 	} else {

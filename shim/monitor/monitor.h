@@ -10,14 +10,14 @@
  * Only slow clients block it, as with containerd and conmon, because they must get every byte. A
  * client that takes nothing for PATIENCE while the container waits is disconnected.
  *
- * There is one monitor per container, so it must be small: one thread waits in epoll, and an idle
- * monitor has written only to its stack and a few pages. That is why it is in C: a Go program that
- * does nothing takes half a megabyte.
+ * There is one monitor per container, so it must be small. One thread waits in epoll, and an idle
+ * monitor has written only to its stack and a few pages. It is in C, because a Go program that does
+ * nothing takes half a megabyte.
  *
- * It reads foreign bytes from three sources: the container's output, which it only copies
- * (logfmt.c), its clients' frames (queue.c, client.c), and texts of OCI runtimes and the kernel
- * (finish.c, oom.c, killtree.c). Package shim/monitor/test tests and fuzzes all of them under the
- * sanitizers.
+ * It reads foreign bytes from three sources. The first is the container's output, which it only
+ * copies (logfmt.c). The second is its clients' frames (queue.c, client.c). The third is texts of
+ * OCI runtimes and the kernel (finish.c, oom.c, killtree.c). Package shim/monitor/test tests and
+ * fuzzes all of them under the sanitizers.
  */
 #ifndef MONITOR_H
 #define MONITOR_H
@@ -86,7 +86,7 @@ enum {
 	WANT_STDIN = 1,
 	WANT_STDOUT = 2,
 	WANT_STDERR = 4,
-	WANT_END = 8, /* the client is attached and has missed nothing: it gets FRAME_END */
+	WANT_END = 8, /* the client is attached and has missed no output, so it gets FRAME_END */
 
 	ANNOUNCES_END = 1, /* in the answer to FRAME_ATTACH */
 };
@@ -98,9 +98,9 @@ enum {
 
 enum {
 	/* Bytes that are queued for all clients together. Above the first limit the container's
-	 * output is not read. Above the second, which answers and the output after init's end
-	 * can reach, the client with the longest queue is disconnected. Clients that do not read
-	 * must not cost more memory, however many they are. */
+	 * output is not read. Answers and the output after init's end can reach the second limit. Above
+	 * it, the client with the longest queue is disconnected. Clients that do not read must not cost
+	 * more memory, however many they are. */
 	FULL_QUEUES = 4 << 20,
 	MAX_QUEUED = 8 << 20,
 	MAX_CLIENTS = 64, /* bounds the memory for connections */
@@ -110,10 +110,10 @@ enum {
 /* client is one connection to Dir/sock. */
 struct client {
 	int fd;
-	uint32_t serial;     /* of the connection: it tells events of an earlier one with the same descriptor apart */
+	uint32_t serial;     /* of the connection; distinguishes events of an earlier connection with the same descriptor */
 	struct buffer in;    /* received, not yet processed */
 	struct buffer queue; /* to be sent */
-	int64_t progress;    /* monotonic time at which the queue began or the socket last took some of it */
+	int64_t progress;    /* monotonic time at which the queue began, or at which the socket last took data */
 	unsigned char wants; /* WANT_... */
 	bool attached;
 	bool ended; /* it sends no more */
@@ -205,7 +205,7 @@ bool exit_status(struct text t, int *code);
 
 /* client.c */
 
-/* client_accept accepts one connection. Without a descriptor or memory for it, accepting pauses. */
+/* client_accept accepts one connection. If there is no descriptor or memory for it, accepting pauses. */
 void client_accept(struct monitor *m);
 /* clients_accept_again ends that pause when it is due. */
 void clients_accept_again(struct monitor *m);
@@ -221,8 +221,8 @@ void stdin_write(struct monitor *m, const char *data, size_t n);
 /* stdin_flush continues when the container is ready for more input. It returns whether the requests
  * of clients need not wait any longer. */
 bool stdin_flush(struct monitor *m);
-/* stdin_close closes the container's stdin after the pending input. A terminal stays open: users
- * end its input by typing. */
+/* stdin_close closes the container's stdin after the pending input. A terminal stays open, because
+ * users end its input by a key. */
 void stdin_close(struct monitor *m);
 /* resize changes the terminal's size. It returns NULL, or the reason of a failure. */
 const char *resize(struct monitor *m, const char *payload, size_t n);
@@ -241,8 +241,8 @@ void output_pace(struct monitor *m);
 void stream_drain(struct monitor *m, struct stream *s);
 /* log_flush writes incomplete lines. */
 void log_flush(struct monitor *m);
-/* log_reopen opens the log again after a rotation. It returns NULL, or the reason of a failure:
- * then the old file stays in use and no new one exists. */
+/* log_reopen opens the log again after a rotation. It returns NULL, or the reason of a failure.
+ * After a failure the old file stays in use, and no new file exists. */
 const char *log_reopen(struct monitor *m);
 
 /* freeze.c */
@@ -264,7 +264,7 @@ void freeze_cancel(struct monitor *m);
 /* oom.c */
 
 void oom_watch(struct monitor *m);
-/* oom_read updates the count. It keeps the last one when the cgroup is gone. */
+/* oom_read updates the count. When the cgroup does not exist any more, it keeps the last count. */
 void oom_read(struct monitor *m);
 /* oom_kills parses the line "oom_kill N" of memory.events (v2) or memory.oom_control (v1 since
  * Linux 4.13). */
@@ -293,7 +293,7 @@ void client_send_queue(struct client *c);
 /* client_answer answers a client's request: success if why is NULL, otherwise the reason of a
  * failure. */
 void client_answer(struct monitor *m, struct client *c, const char *why);
-/* client_reply sends a client an answer, of which it cuts off what is too long. */
+/* client_reply sends an answer to a client. It truncates an answer that is too long. */
 void client_reply(struct monitor *m, struct client *c, unsigned char type, const char *payload, size_t n);
 /* broadcast sends a frame of output to all clients that asked for it. */
 void broadcast(struct monitor *m, unsigned char type, const char *data, size_t n);
@@ -306,8 +306,8 @@ void clients_farewell(struct monitor *m);
 
 /* events.c */
 
-/* frame is the buffer of every read, with space for a header before it. Unused, it takes no
- * memory. */
+/* frame is the buffer of every read, with space for a header before it. It takes no memory until it
+ * is used. */
 extern char frame[HEADER_SIZE + MAX_PAYLOAD];
 /* event_data returns epoll's data for a descriptor: the connection's serial number, 0 for other
  * descriptors, and the descriptor. */
@@ -334,7 +334,7 @@ struct exit_record {
 
 /* exit_record_encode writes the file's content, with a checksum, to l. */
 void exit_record_encode(struct line *l, const struct exit_record *r);
-/* exit_record_write writes the record to dir by rename: readers see none or all of it. It
+/* exit_record_write writes the record to dir by rename, so readers see none or all of it. It
  * returns 0 or -errno. */
 long exit_record_write(const char *dir, const struct exit_record *r);
 

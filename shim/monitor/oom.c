@@ -1,12 +1,12 @@
 /*
- * The count of OOM kills in the container's cgroup. The file was opened when the container started:
- * the systemd driver removes a cgroup as soon as it is empty, perhaps before the monitor reads it.
- * So the count is read after each change, which an eventfd (v1, notify) or EPOLLPRI on the file
- * (v2) reports.
+ * The count of OOM kills in the container's cgroup. The file was opened when the container started,
+ * because the systemd driver removes a cgroup as soon as it is empty. That may be before the
+ * monitor reads it. So the count is read after each change, which an eventfd (v1, notify) or
+ * EPOLLPRI on the file (v2) reports.
  *
  * The parent cgroup (v2) counts the kills of all its children. With the systemd driver the
- * container's cgroup may be gone before the monitor has seen its last change. Then a kill
- * that only the parent has counted is taken for the container's.
+ * container's cgroup may be gone before the monitor has seen its last change. In this case a kill
+ * that only the parent has counted is attributed to the container.
  */
 #include "monitor.h"
 

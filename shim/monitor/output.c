@@ -1,6 +1,6 @@
 #include "monitor.h"
 
-/* log_write appends whole records to the log. It drops those that cannot be written: the
+/* log_write appends whole records to the log. It drops records that cannot be written, because the
  * container must continue. */
 static void log_write(struct monitor *m, const char *data, size_t n);
 
@@ -131,7 +131,7 @@ const char *log_reopen(struct monitor *m)
 	return NULL;
 }
 
-/* Another process may still write: read no more than a pipe can hold. */
+/* Another process may still write, so this reads no more than a pipe can hold. */
 void stream_drain(struct monitor *m, struct stream *s)
 {
 	long left = sys_fcntl(s->fd, F_GETPIPE_SZ, 0);

@@ -1,4 +1,4 @@
-/* What is on its way to the clients: frames, and the queues of those that do not read. */
+/* The data for the clients: frames, and the queues of clients that do not read. */
 #include "monitor.h"
 
 void frame_header(char *to, unsigned char type, size_t n)
@@ -32,10 +32,10 @@ void client_lost(struct client *c)
 }
 
 /*
- * farewell sends a client the last frame. why says why output is missing; empty: it is complete.
- * The queue moves into the socket's buffer, which outlives the connection and this process, so a
- * slow client need not be waited for. If something is lost here the frame is, too, and the client
- * notices that.
+ * farewell sends a client the last frame. why is the reason why output is missing. If it is empty,
+ * the output is complete. The queue moves into the socket's buffer, which outlives the connection
+ * and this process, so a slow client need not be waited for. If data is lost here, the frame is
+ * lost, too, and the client notices that.
  */
 static void farewell(struct client *c, const char *why)
 {
@@ -143,8 +143,8 @@ static void send(struct monitor *m, struct client *c, const char *data, size_t n
 bool clients_full(const struct monitor *m) { return all_queued(m) >= FULL_QUEUES; }
 
 /*
- * All stalled clients are dropped at once: each may be too small to fill the queues, and their
- * times to block the container must not add up.
+ * All stalled clients are dropped at once. The queue of each may be too small to fill the limit,
+ * but their times to block the container must not add up.
  */
 void clients_drop_stalled(struct monitor *m)
 {

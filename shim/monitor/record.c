@@ -58,7 +58,7 @@ static bool path(struct line *l, const char *dir, const char *name)
 	return true;
 }
 
-/* No sync: the state directory does not outlive the boot. */
+/* No sync, because the state directory does not outlive the boot. */
 long exit_record_write(const char *dir, const struct exit_record *r)
 {
 	char content[128], to[PATH_MAX], from[PATH_MAX];

@@ -58,7 +58,7 @@ static int monitor_main(int argc, char **argv)
 	}
 	result = monitor_init(&monitor, &p);
 	if (result < 0) {
-		/* Without a monitor nothing logs, reaps or reports, so end the container. */
+		/* If there is no monitor, no process logs, reaps or reports, so the container is ended. */
 		sys_kill(p.init_pid, SIGKILL);
 		complain("take over from the launcher", result);
 		return 1;

@@ -61,7 +61,7 @@ void stdin_write(struct monitor *m, const char *data, size_t n)
 	if (done == n || m->stdin < 0)
 		return;
 	if (!buffer_append(&m->pending, data + done, n - done))
-		shut(m); /* no memory: an end is better than a gap */
+		shut(m); /* no memory; an end is better than a gap */
 	watch_stdin(m);
 }
 

@@ -102,7 +102,7 @@ static inline long sys_openat2(int dir, const char *path, struct open_how *how)
 	return SYS4(openat2, dir, path, how, sizeof(*how));
 }
 
-/* struct stat differs between architectures; struct statx does not. */
+/* struct stat differs between architectures, but struct statx does not. */
 static inline long sys_statx(int fd, const char *path, int flags, unsigned int mask, struct statx *st)
 {
 	return SYS5(statx, fd, path, flags, mask, st);

@@ -157,7 +157,7 @@ size_t find(const char *at, size_t n, char c)
 	const uint64_t ones = 0x0101010101010101, tops = 0x8080808080808080;
 	size_t i = 0;
 
-	/* A word at a time: one of its bytes is c if the difference has a zero byte. */
+	/* This compares a word at a time. One of its bytes is c if the difference has a zero byte. */
 	for (; n - i >= sizeof(word); i += sizeof(word)) {
 		uint64_t difference = *(const word *)(at + i) ^ (ones * (unsigned char)c);
 
@@ -202,7 +202,7 @@ void line_int(struct line *l, int64_t n)
 	line_digits(l, n < 0 ? -(uint64_t)n : (uint64_t)n, 10, 1);
 }
 
-/* The errors of opening a log or resizing a terminal. Others are returned as numbers. */
+/* The errors of opening a log or resizing a terminal. Other errors are returned as numbers. */
 static const char *error_name(int err)
 {
 	switch (err) {

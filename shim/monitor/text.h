@@ -23,10 +23,10 @@ struct text {
 
 struct text text_of(const char *s);
 bool text_equals(struct text t, const char *s);
-/* text_cut splits t at the first c into before and, in t, the rest. Without a c it returns
+/* text_cut splits t at the first c into before and, in t, the rest. If there is no c, it returns
  * false, and before is all of t. */
 bool text_cut(struct text *t, char c, struct text *before);
-/* text_after removes everything up to and including the first s. Without an s it returns false
+/* text_after removes everything up to and including the first s. If there is no s, it returns false
  * and does not change t. */
 bool text_after(struct text *t, const char *s);
 /* text_trim removes blanks, tabs and line ends from both ends. */

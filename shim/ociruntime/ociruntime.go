@@ -61,7 +61,7 @@ func (e *Error) Unwrap() error { return e.Err }
 // is the host's /dev/null, which containers must not get.
 type IO struct {
 	Stdin, Stdout, Stderr *os.File
-	ConsoleSocket         string // for a terminal instead: the socket that receives its master
+	ConsoleSocket         string // for a terminal: the socket that receives its master
 }
 
 // The files of a bundle, besides config.json.
@@ -103,9 +103,10 @@ func (r *Runtime) begin(ctx context.Context, bundle string, streams IO, args ...
 }
 
 // Exec starts a process in a running container, described by process.json in dir. It returns the
-// process. For a Sandboxed runtime pid is a process on the host that ends together with it, and
-// internal is its PID in the sandbox. cgroup is the name of a cgroup below the container's. Only
-// runtimes with SubCgroups on cgroup v2 support it; empty: the container's cgroup.
+// process. For a Sandboxed runtime, pid is a process on the host that ends together with the
+// container's process. internal is that process's PID in the sandbox. cgroup is the name of a
+// cgroup below the container's. Only runtimes with SubCgroups support it, on cgroup v2. If it is
+// empty, the container's cgroup is used.
 func (r *Runtime) Exec(ctx context.Context, id, dir, cgroup string, streams IO) (pid, internal int, err error) {
 	defer r.cleanBundle(dir, &err)
 	args := []string{
@@ -231,7 +232,7 @@ func (r *Runtime) command(ctx context.Context, log string, args ...string) *exec
 	return cmd
 }
 
-// run runs a command without streams.
+// run runs a command that has no streams.
 func (r *Runtime) run(ctx context.Context, args ...string) error {
 	return r.call(r.command(ctx, "", args...), args[0])
 }
@@ -274,8 +275,8 @@ func (r *Runtime) finish(cmd *exec.Cmd, what string) error {
 func (r *Runtime) runWith(ctx context.Context, dir string, streams IO, args []string, id string) error {
 	log := filepath.Join(dir, logFile)
 	cmd := r.command(ctx, log, append(args, id)...)
-	// The command must not continue after its launcher's end. The kernel sends the signal when the
-	// thread that started the command ends.
+	// The command must end with its launcher. The kernel sends the signal when the thread that
+	// started the command ends.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -351,12 +352,12 @@ func (r *Runtime) cleanBundle(dir string, err *error) {
 // Bundle holds the parts of a container's spec that are needed while it exists.
 type Bundle struct {
 	CgroupsPath string                 // in the spec's form
-	UIDMappings []specs.LinuxIDMapping // of its user namespace; none: the host's
+	UIDMappings []specs.LinuxIDMapping // of its user namespace; empty: the host's
 	GIDMappings []specs.LinuxIDMapping
 }
 
-// ReadBundle reads the spec of the container whose bundle it is. The error wraps
-// fs.ErrNotExist if there is none.
+// ReadBundle reads the spec in the bundle of a container. The error wraps fs.ErrNotExist if there
+// is none.
 func ReadBundle(dir string) (Bundle, error) {
 	data, err := os.ReadFile(filepath.Join(dir, ConfigFile))
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 type Capabilities struct {
 	Version    string `json:"version"`              // the first line of its --version
 	SubCgroups bool   `json:"subCgroups,omitempty"` // exec has the option --cgroup
-	Features   bool   `json:"features"`             // it has the command features; without it the following are false
+	Features   bool   `json:"features"`             // it has the command features; if not, the following are false
 	Sandboxed  bool   `json:"sandboxed,omitempty"`  // see the package's comment
 
 	RecursiveReadOnly bool `json:"recursiveReadOnly"` // the mount option rro
@@ -40,7 +40,7 @@ func Probe(ctx context.Context, path string, args []string) (Capabilities, error
 	c.SubCgroups = err == nil && strings.Contains(string(help), "--cgroup")
 	document, err := r.output(ctx, "features")
 	if err != nil {
-		// crun before 1.8.6, runc before 1.1: the command is unknown.
+		// crun before 1.8.6 and runc before 1.1 do not know the command.
 		var exit *exec.ExitError
 		if errors.As(err, &exit) && ctx.Err() == nil {
 			return c, nil

@@ -26,7 +26,8 @@ func (r *Runtime) Checkpoint(ctx context.Context, id string, dir *os.File, image
 		return nil
 	}
 	// If the command was killed, the sandbox still saves. It takes a signal when the save is over.
-	// The pause ignores this one. A sandbox that has ended takes none, and is not frozen either.
+	// The pause ignores this signal. A sandbox that has ended accepts no signal, and is not frozen
+	// either.
 	_ = r.run(ctx, "kill", id, fmt.Sprint(int(unix.SIGWINCH)))
 	return err
 }
@@ -49,7 +50,7 @@ func (r *Runtime) AwaitRestored(ctx context.Context, id, bundle string) (err err
 }
 
 // HasProcesses returns whether a container of a Sandboxed runtime has processes. A sandbox that
-// waits for the restore of its containers has none.
+// waits for the restore of its containers has no processes.
 func (r *Runtime) HasProcesses(ctx context.Context, id string) (bool, error) {
 	document, err := r.output(ctx, "ps", "--format", "json", id)
 	if err != nil {
@@ -65,8 +66,8 @@ func (r *Runtime) HasProcesses(ctx context.Context, id string) (bool, error) {
 // sandboxMark is between the IDs of a container and of its sandbox in the names of runsc's files.
 const sandboxMark = "_sandbox:"
 
-// Containers returns the IDs of the containers of a Sandboxed runtime that are not deleted, sorted,
-// with that of the sandbox.
+// Containers returns the IDs of the containers of a Sandboxed runtime that are not deleted, sorted.
+// The ID of the sandbox is included.
 func (r *Runtime) Containers() ([]string, error) {
 	found, err := filepath.Glob(filepath.Join(r.Root, "*"+sandboxMark+"*.state"))
 	if err != nil {

@@ -14,7 +14,8 @@ import (
 
 // crun and runc bind mount their program in a temporary directory, execute the read-only copy and
 // unmount it. A killed command leaves the mount behind. In /tmp, the default, it would stay on the
-// host. So each command gets a directory of its own, and its caller removes what is left there.
+// host. So each command gets a separate directory, and its caller removes everything that is left
+// there.
 
 // tempDirVariable names the directory in the environment of crun and runc.
 const tempDirVariable = "_LIBCONTAINER_STATEDIR"
@@ -33,13 +34,13 @@ func useBundle(cmd *exec.Cmd, bundle string) error {
 	return nil
 }
 
-// callPrefix begins the names of directories of commands without a bundle. The ID of the calling
+// callPrefix begins the names of directories of commands that have no bundle. The ID of the calling
 // process follows: of the daemon, or of a launcher that deletes a container.
 const callPrefix = "berth-call-"
 
-// useRoot makes a command use a new directory in the runtime's state directory, or in the system's
-// directory for temporary files if the runtime has no state directory. remove removes it, and those
-// of processes that have ended.
+// useRoot makes a command use a new directory in the runtime's state directory. If the runtime has
+// no state directory, it uses the system's directory for temporary files. remove removes the
+// directory, and the directories of processes that have ended.
 func (r *Runtime) useRoot(cmd *exec.Cmd) (remove func() error, err error) {
 	madeRoot := false
 	if r.Root != "" {

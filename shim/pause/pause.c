@@ -81,12 +81,12 @@ __attribute__((noreturn)) static void hold(void)
 			;
 		sig = SYSCALL(rt_sigtimedwait, &set, 0, 0, sizeof(set), 0);
 	} while (sig == SIGCHLD || sig == -EINTR || sig == -EAGAIN);
-	leave(sig < 0); /* a seccomp profile denies the wait: without the end this would be a busy loop */
+	leave(sig < 0); /* a seccomp profile denies the wait; exit, because this would be a busy loop */
 }
 
 /*
  * Messages between the launcher and the two stages of enter(), in packets. An end of file means
- * that the launcher is gone: both stages exit.
+ * that the launcher has ended. Then both stages exit.
  */
 enum {
 	PARENT_FD = 3, /* of the first stage */
@@ -226,8 +226,8 @@ static void become(unsigned long uid, unsigned long gid, const char *groups)
 }
 
 /*
- * filter allows the system calls of hold() and those before it. The launcher uses it if the pod's
- * profile allows them, too. So it is at least as strict as the profile.
+ * filter allows the system calls of hold() and those before it. The launcher uses this filter if
+ * the pod's profile also allows these calls. So the filter is at least as strict as the profile.
  */
 static void filter(void)
 {
@@ -265,10 +265,10 @@ enum {
 };
 
 /*
- * join_cgroups joins the cgroups of these files, "tasks" of cgroup v1. A process with one thread
- * that moves itself does not need the lock against all forks and exits of the machine, for which
- * other moves wait 5 to 15 ms (Linux 5.5, internal/cgroup/anchor.go). A leading "-" marks a file
- * that may fail.
+ * join_cgroups joins the cgroups of these files, "tasks" of cgroup v1. Other moves need a lock
+ * against all forks and exits of the machine, for which they wait 5 to 15 ms. A process with one
+ * thread that moves itself does not need this lock (Linux 5.5, internal/cgroup/anchor.go). A
+ * leading "-" marks a file that may fail.
  */
 static long join_cgroups(char **files, unsigned long n)
 {
@@ -290,8 +290,8 @@ __attribute__((noreturn)) static void second_stage(unsigned long flags, char **a
 	const char *uid = argv[UID], *gid = argv[GID];
 	char *args[] = {"/pause", 0};
 
-	/* These are the host's /dev/null. Through /proc/PID/fd, root in a shared PID namespace
-	 * could change it. */
+	/* These are the host's /dev/null. In a shared PID namespace, root could change it through
+	 * /proc/PID/fd. */
 	for (int fd = 0; fd <= PARENT_FD; fd++)
 		SYSCALL(close, fd, 0, 0, 0, 0);
 	SYSCALL(fcntl, CHILD_FD, F_SETFD, FD_CLOEXEC, 0, 0);
@@ -306,7 +306,7 @@ __attribute__((noreturn)) static void second_stage(unsigned long flags, char **a
 		must(HOSTNAME, SYSCALL(sethostname, argv[NAME], length(argv[NAME]), 0, 0, 0));
 	join_keyring();
 	become(number(&uid), number(&gid), argv[GROUP_LIST]);
-	/* Without capabilities, a filter requires it. */
+	/* A process that has no capabilities needs it for a filter. */
 	if (argv[MODE][0])
 		must(NO_NEW_PRIVILEGES, SYSCALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
 	if (report(CHILD_FD, READY, 0) < 0 || !await(CHILD_FD))
@@ -336,7 +336,7 @@ __attribute__((noreturn)) static void enter(char **argv, char **env)
 		report(PARENT_FD, CGROUP, -joined);
 		leave(1);
 	}
-	/* Drop the daemon's CPU affinity; the pod's cpuset applies. */
+	/* This drops the daemon's CPU affinity, so that the pod's cpuset applies. */
 	for (size_t i = 0; i < sizeof(cpus) / sizeof(cpus[0]); i++)
 		((volatile unsigned long *)cpus)[i] = ~0UL;
 	SYSCALL(sched_setaffinity, 0, sizeof(cpus), cpus, 0, 0);

@@ -19,14 +19,14 @@ const (
 	// maxMessage bounds the memory that a corrupt length can allocate. A spec with its seccomp
 	// profile has some tens of KB.
 	maxMessage = 16 << 20
-	// maxFDs is the maximum number of descriptors in one message: an exec's three, or the mounts of
-	// a container's images.
+	// maxFDs is the maximum number of descriptors in one message: the three of an exec, or the
+	// mounts of a container's images.
 	maxFDs = 32
 )
 
-// Conn is one end of the connection: JSON messages, each after its length (four
-// bytes, big-endian), open files beside them (SCM_RIGHTS, with the first byte).
-// One goroutine may receive while others send.
+// Conn is one end of the connection. It carries JSON messages, each after its length (four bytes,
+// big-endian). Open files are sent with the first byte of a message (SCM_RIGHTS). One goroutine may
+// receive while others send.
 type Conn struct {
 	unix *net.UnixConn
 
@@ -68,8 +68,8 @@ func ConnPair() (*Conn, *os.File, error) {
 // into an empty socket.
 const sendTimeout = 10 * time.Second
 
-// Send sends one message. The caller still owns the files. The error is os.ErrDeadlineExceeded if
-// the other end reads nothing; then the connection can no longer be used.
+// Send sends one message. The caller still owns the files. If the other end does not read, the
+// error is os.ErrDeadlineExceeded, and the connection can no longer be used.
 func (c *Conn) Send(message any, files ...*os.File) error {
 	body, err := json.Marshal(message)
 	if err != nil {
@@ -177,8 +177,8 @@ func (c *Conn) read() error {
 	return nil
 }
 
-// parseRights returns the files of a control message; they are close-on-exec
-// (MSG_CMSG_CLOEXEC, which package net sets).
+// parseRights returns the files of a control message. They are close-on-exec (MSG_CMSG_CLOEXEC,
+// which package net sets).
 func parseRights(oob []byte) ([]*os.File, error) {
 	messages, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {
@@ -197,7 +197,7 @@ func parseRights(oob []byte) ([]*os.File, error) {
 	return files, nil
 }
 
-// SetDeadline bounds Receive; the zero time lifts the bound.
+// SetDeadline bounds Receive. The zero time removes the bound.
 func (c *Conn) SetDeadline(t time.Time) error { return c.unix.SetReadDeadline(t) }
 
 // Interrupt makes a Send and a Receive in progress fail with os.ErrDeadlineExceeded, and each later

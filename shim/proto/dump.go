@@ -7,14 +7,14 @@ import (
 	"berth/internal/criu"
 )
 
-// Dump asks a launcher to prepare a dump of a running container: it starts CRIU and checks whether
-// the container can be dumped. The launcher answers with Reply.Dump. Then the daemon freezes the
-// container and sends DumpNow, and the launcher answers again with Reply.Dump. It exits after the
-// second answer, after an error, and when the connection ends. After a successful dump it answers
-// before it waits for CRIU's end, because CRIU does not touch the container any more.
+// Dump asks a launcher to prepare a dump of a running container. The launcher starts CRIU and
+// checks whether the container can be dumped. The launcher answers with Reply.Dump. Then the daemon
+// freezes the container and sends DumpNow, and the launcher answers again with Reply.Dump. It exits
+// after the second answer, after an error, and when the connection ends. After a successful dump it
+// answers before it waits for CRIU's end, because CRIU does not touch the container any more.
 //
-// If the connection ends during the dump, CRIU gets a moment to end by itself, because a kill at
-// the wrong time can end a process of the container. Then the launcher kills it.
+// If the connection ends during the dump, CRIU gets a moment to end by itself, and then the
+// launcher kills CRIU. A kill at the wrong time can end a process of the container.
 type Dump struct {
 	ID   string `json:"id"`   // the container
 	CRIU string `json:"criu"` // path of the program

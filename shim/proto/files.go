@@ -42,8 +42,8 @@ func takeKept(kept bool, files []*os.File) (keep, rest []*os.File, err error) {
 
 // PassFiles returns the request in the form that is sent, the files to keep and the existing mounts
 // of its layers, to send with it. With these mounts all containers of an image share one page
-// cache. A message carries at most maxFDs files; the launcher mounts the remaining layers itself.
-// The caller still owns the files.
+// cache. A message carries at most maxFDs files, and the launcher mounts the remaining layers
+// itself. The caller still owns the files.
 func (l *Launch) PassFiles() (*Launch, []*os.File) {
 	request := *l
 	request.Volumes = slices.Clone(l.Volumes)

@@ -13,7 +13,7 @@ type FrameType byte
 
 // Requests of a client. The monitor answers each of FrameAttach, FrameResize, FrameReopen,
 // FrameCloseStdin, FrameFreeze and FrameThaw with FrameOK or FrameError, in order. It does not
-// answer the others.
+// answer other frames.
 //
 // FrameFreeze is answered when all processes of the cgroup are frozen. The monitor thaws the cgroup
 // after FrameThaw, at the end of the connection, and when the request's timeout is over. Monitors
@@ -30,9 +30,9 @@ const (
 )
 
 // Messages of a monitor. After FrameAttach it sends FrameStdout and FrameStderr as the container
-// writes. It closes the connection after the container's end, or when it gives the client up.
+// writes. It closes the connection after the container's end, or when it gives up the client.
 //
-// Monitors whose answer to FrameAttach has AnnouncesEnd as payload send FrameEnd before that. If it
+// A monitor whose answer to FrameAttach has the payload AnnouncesEnd sends FrameEnd before. If it
 // does not come, output is missing. Monitors of berth 0.2 do not send it, and clients of that
 // version ignore it.
 const (

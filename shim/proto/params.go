@@ -23,8 +23,8 @@ type MonitorParams struct {
 	MaxLine   int    // bytes of one log record's content
 	InitPID   int    // the container's init, our child
 	StdinOnce bool   // close stdin when the first client that attached stdin disconnects
-	Orphans   bool   // orphans of the container become our children: it runs in the host's PID namespace
-	KillDir   string // cgroup directory whose processes the monitor kills after init's end; empty: the kernel kills them
+	Orphans   bool   // orphans of the container become this process's children, because it runs in the host's PID namespace
+	KillDir   string // cgroup directory whose processes the monitor kills after init's end; empty, if the kernel kills them
 
 	Init      int // pidfd of InitPID
 	Listen    int // listening socket, Dir/sock
@@ -33,7 +33,7 @@ type MonitorParams struct {
 	Stdout    int // read ends of its output
 	Stderr    int
 	Console   int // pty master, instead of Stdout and Stderr
-	Verdict   int // pipe with the container's exit status, if Init's own is not the container's; see ociruntime.Waiter
+	Verdict   int // pipe with the container's exit status, if it differs from Init's; see ociruntime.Waiter
 	OOM       int // memory.events (v2) or memory.oom_control (v1)
 	OOMNotify int // v1: eventfd that becomes readable when OOM has changed
 	OOMParent int // v2: memory.events of the parent cgroup, which also counts this one's kills and outlives it

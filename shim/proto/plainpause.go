@@ -31,7 +31,7 @@ const (
 )
 
 // FitsPlainPause returns whether a PlainPause carries out the whole request. It must be for berth's
-// own pause, and its spec must need nothing of libcontainer.
+// own pause, and libcontainer must not be needed for its spec.
 func (l *Launch) FitsPlainPause() bool {
 	return l.Runtime == nil && l.RootPlace == "" && len(l.Volumes) == 0 &&
 		isPlainRoot(l.Rootfs) && isPlainSpec(l.Spec)
@@ -99,7 +99,7 @@ func PauseNamespaces(s *specs.Spec) (flags uintptr, err error) {
 var ipcSysctls = []string{"kernel.msgmax", "kernel.msgmnb", "kernel.msgmni", "kernel.sem", "kernel.shmall",
 	"kernel.shmmax", "kernel.shmmni", "kernel.shm_rmid_forced"}
 
-// ownsSysctls returns whether all sysctls belong to the pause's own namespaces. For others
+// ownsSysctls returns whether all sysctls belong to the pause's own namespaces. For other sysctls
 // libcontainer returns a clear error.
 func ownsSysctls(flags uintptr, sysctls map[string]string) bool {
 	for name := range sysctls {

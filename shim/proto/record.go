@@ -29,7 +29,7 @@ const (
 // PIDs identifies the processes of a container. It is the content of Dir/shim. Start times are
 // field 22 of /proc/PID/stat, in clock ticks since boot; see pidfd.OpenVerified.
 type PIDs struct {
-	MonitorPID       int       `json:"shimPID"` // launcher, later monitor; 0: a pause, which has none
+	MonitorPID       int       `json:"shimPID"` // launcher, and later the monitor; 0: a pause, which has no monitor
 	MonitorStartTime uint64    `json:"shimStartTime"`
 	InitPID          int       `json:"initPID"` // 0: the container's init does not exist yet
 	InitStartTime    uint64    `json:"initStartTime"`
@@ -73,7 +73,7 @@ func (e Exit) Encode() []byte {
 	return fmt.Appendf(b, "%x\n", crc32.ChecksumIEEE(b))
 }
 
-// DecodeExit decodes the content of Dir/exit. It accepts only what Encode returns.
+// DecodeExit decodes the content of Dir/exit. It accepts only the output of Encode.
 func DecodeExit(data []byte) (Exit, error) {
 	f, err := fields(data, 5)
 	if err != nil {
@@ -112,8 +112,8 @@ func UnreserveFile(dir, name string) error {
 	return nil
 }
 
-// WriteFile replaces dir/name by rename: a reader sees the old content or the new, never a part. It
-// does not sync: the state directory does not outlive the boot.
+// WriteFile replaces dir/name by rename, so a reader sees the old content or the new, and never a
+// part. It does not sync, because the state directory does not outlive the boot.
 func WriteFile(dir, name string, data []byte) error {
 	tmp := temporary(dir, name)
 	if err := writeFile(tmp, data); err != nil {

@@ -23,8 +23,8 @@ const (
 
 // The file descriptors that a monitor of a container on incomplete layers holds open, besides its
 // own (MonitorParams): the files of rootfs.Spec.Keep. A launcher has them at these numbers, too.
-// Neither uses them. A later daemon gets them by pidfd_getfd(2), see shim.KeptFiles. The processes
-// of the container do not inherit them.
+// Neither process uses them. A later daemon gets them by pidfd_getfd(2), see shim.KeptFiles. The
+// processes of the container do not inherit them.
 const (
 	FirstKeptFD = 200
 	KeptFDs     = 2
@@ -66,9 +66,9 @@ func ParseLauncherArgs(args []string) (LauncherSettings, error) {
 
 // Request is a message to a launcher. Exactly one field is set.
 //
-// The daemon sends one request at a time. The launcher answers with one Reply, but to an Exec with
-// two: Reply.Exec when the process runs, and Reply.Exited when it has ended. The daemon may send
-// Kill until it reads the second.
+// The daemon sends one request at a time. The launcher answers with one Reply. It answers an Exec
+// with two: Reply.Exec when the process runs, and Reply.Exited when it has ended. The daemon may
+// send Kill until it reads the second.
 //
 // The end of the connection cancels the request. An idle launcher exits. During a launch the
 // launcher destroys the container. During an exec it kills the exec's processes. After the reply to
@@ -104,8 +104,8 @@ type Launch struct {
 	StdinOnce  bool   `json:"stdinOnce,omitempty"`  // close stdin when the first client that attached stdin disconnects
 	Terminal   bool   `json:"terminal,omitempty"`   // a pty instead of pipes
 
-	// Keep are the files to hold open at FirstKeptFD and after it. PassFiles sets Kept, and
-	// TakeFiles sets Keep, from those of the root filesystems.
+	// Keep are the files to hold open at FirstKeptFD and after it. PassFiles sets Kept from the
+	// files of the root filesystems, and TakeFiles sets Keep.
 	Keep []*os.File `json:"-"`
 	Kept bool       `json:"kept,omitempty"`
 }
@@ -113,8 +113,8 @@ type Launch struct {
 // Restore is the checkpoint from which a launcher makes a container. The Spec is the same as for a
 // new container. The processes, open files and memory come from the checkpoint.
 //
-// With a sandboxed Runtime it is the checkpoint of the whole sandbox. The sandbox's pause and its
-// container are restored. No process runs before the container is restored.
+// If the Runtime is sandboxed, it is the checkpoint of the whole sandbox. The sandbox's pause and
+// its container are restored. No process runs before the container is restored.
 type Restore struct {
 	CRIU    string        `json:"criu,omitempty"` // path of the program; empty with a Runtime
 	Images  string        `json:"images"`         // directory with the images; the launcher does not change it
@@ -137,8 +137,8 @@ type Exec struct {
 	ExecID  string         `json:"execID"`  // unique in the container; see ExecName
 	Process *specs.Process `json:"process"` // complete: arguments, environment, directory, user, capabilities
 
-	// The process's streams. A nil one is /dev/null. None is used with Process.Terminal. They are
-	// sent beside the message, see PassFiles.
+	// The process's streams. A nil stream is /dev/null. If Process.Terminal is set, no stream is
+	// used. The streams are sent beside the message, see PassFiles.
 	Stdin  *os.File `json:"-"`
 	Stdout *os.File `json:"-"`
 	Stderr *os.File `json:"-"`
@@ -196,8 +196,8 @@ type Exited struct {
 	Code int32 `json:"code"` // exit code, or 128+signal
 }
 
-// Error is a failure with its code in the daemon. Launchers do not use package errdefs: it would
-// link gRPC and protobuf into every container's init and slow its start.
+// Error is a failure with its code in the daemon. Launchers do not use package errdefs, because it
+// would link gRPC and protobuf into every container's init and slow its start.
 type Error struct {
 	Code    Code   `json:"code"`
 	Message string `json:"message"`

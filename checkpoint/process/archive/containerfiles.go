@@ -64,8 +64,8 @@ func WriteContainer(dir *os.File, m *Manifest, pod Pod, c *Container, f Containe
 	return nil
 }
 
-// annotate returns the annotations of spec.dump. checkpointctl prints those of the format cri-o.
-// CRI-O restores a container only if its annotations are there.
+// annotate returns the annotations of spec.dump. checkpointctl prints them in the format that CRI-O
+// uses. CRI-O restores a container only if its annotations are there.
 func annotate(f ContainerFiles, pod Pod, c *Container) (map[string]string, error) {
 	all := map[string]string{
 		"io.container.manager":                "cri-o",
@@ -99,7 +99,7 @@ func annotate(f ContainerFiles, pod Pod, c *Container) (map[string]string, error
 		}
 		all["io.kubernetes.cri-o."+name] = string(data)
 	}
-	maps.Copy(all, f.Spec.Annotations) // those that berth sets for a runtime
+	maps.Copy(all, f.Spec.Annotations) // annotations that berth sets for a runtime
 	return all, nil
 }
 

@@ -35,8 +35,8 @@ func (e entry) open() (*os.File, error) {
 	return file, nil
 }
 
-// eachFile calls do with each regular file below dir. Anything else but directories is an error,
-// and so is a file with several links: it could be a file from outside.
+// eachFile calls do with each regular file below dir. An entry of another type is an error. So is a
+// file with several links, because it could be a file from outside.
 func eachFile(dir *os.File, do func(entry) error) error {
 	top, err := safefs.OpenDir(dir, "")
 	if err != nil {

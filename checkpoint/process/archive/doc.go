@@ -13,17 +13,17 @@
 // (Pack). The files of a container are the constants below; package checkpointctl/lib documents
 // most of them. The directory checkpoint has CRIU's images, without directories.
 //
-// Writing: a caller creates the files of the containers in an empty directory of its own, and Seal
-// adds the rest. The manifest has the size and SHA-256 of every other file. Its HMAC-SHA256 uses
-// the node's key, see LoadKey. It is renamed to its name at the end: a directory with a manifest is
-// complete.
+// To write an archive, a caller creates the files of the containers in an empty directory of its
+// own, and Seal adds the rest. The manifest has the size and SHA-256 of every other file. Its
+// HMAC-SHA256 uses the node's key, see LoadKey. The manifest gets its name last, so a directory
+// with a manifest is complete.
 //
-// Reading: an archive comes from anyone. Import copies it into a directory of the caller while it
-// checks everything, so later changes of the original have no effect. Only regular files with one
-// link are read, by openat2 below the directory. File names, sizes, counts and the depth of JSON
-// are limited. A file that the manifest does not name is an error, and so is a missing one. Names,
-// annotations and paths in an archive decide nothing: no path outside the archive is opened, and no
-// image is pulled or tagged.
+// An archive that is read may come from anyone. Import copies it into a directory of the caller
+// while it checks everything, so later changes of the original have no effect. Only regular files
+// with one link are read, by openat2 below the directory. File names, sizes, counts and the depth
+// of JSON are limited. A file that the manifest does not name is an error, and so is a missing one.
+// Names, annotations and paths in an archive have no effect outside of it: no path outside the
+// archive is opened, and no image is pulled or tagged.
 //
 // A signature of this node means that this node wrote the archive and nobody changed it. Package
 // verify compares the content of all other archives with what berth would create.

@@ -34,11 +34,11 @@ type source interface {
 }
 
 // Import copies the archive from, a directory or a tar, into the empty directory to, and checks it.
-// key is the node's key, nil if it has none. After an error the caller removes what is in to
+// key is the node's key, nil if it has none. After an error the caller empties the directory to
 // (Clear).
 //
-// It copies nothing unless the archive is signed with the key: FailedPrecondition. An archive
-// without a manifest was made by another program.
+// An archive that is not signed with the key is FailedPrecondition, and nothing is copied. An
+// archive without a manifest was made by another program.
 func Import(ctx context.Context, from, to *os.File, key *Key) (*Archive, error) {
 	s, err := open(from)
 	if err != nil {
@@ -82,9 +82,9 @@ var maxJSON = map[string]int64{
 }
 
 // ReadJSON decodes a JSON file of a container from its directory in an imported archive. name is
-// that of the file, into a struct of the few fields that the caller needs: others are skipped. The
-// error is fs.ErrNotExist for a missing file, and InvalidArgument for one that cannot be decoded or
-// exceeds the limits.
+// the file's name. The caller passes a struct with the fields that it needs, and other fields are
+// skipped. The error is fs.ErrNotExist for a missing file, and InvalidArgument for a file that
+// cannot be decoded or exceeds the limits.
 func ReadJSON(dir *os.File, name string, into any) error {
 	data, err := safefs.ReadFile(dir, name, maxJSON[name])
 	if errors.Is(err, fs.ErrNotExist) {
@@ -149,7 +149,7 @@ func (im *importer) add(name string, size int64, content io.Reader) error {
 	return nil
 }
 
-// copy writes a file and hashes it. It reads one byte more than size at most.
+// copy writes a file and hashes it. It reads at most one byte more than size.
 func (im *importer) copy(name string, size int64, content io.Reader) (File, error) {
 	if err := im.makeDirs(path.Dir(name)); err != nil {
 		return File{}, err
@@ -171,8 +171,8 @@ func (im *importer) copy(name string, size int64, content io.Reader) (File, erro
 	return File{Path: name, Size: n, SHA256: hex.EncodeToString(hash.Sum(nil))}, nil
 }
 
-// fill copies the content by a reflink, if the filesystem can, else byte by byte. The hash is that
-// of the copy.
+// fill copies the content by a reflink, if the filesystem can, else byte by byte. The hash is
+// computed from the copy.
 func (im *importer) fill(file *os.File, size int64, content io.Reader, hash io.Writer) (int64, error) {
 	if from, ok := content.(*os.File); ok && unix.IoctlFileClone(int(file.Fd()), int(from.Fd())) == nil {
 		return CopyContext(im.ctx, hash, io.LimitReader(file, size+1))

@@ -19,11 +19,11 @@ import (
 var ErrNotInPlace = errors.New("checkpoint: the filesystem cannot make a tar of a file")
 
 // PackInPlace makes the archive in dir a tar, as Pack does, without a copy of its largest file.
-// That file becomes the tar: the filesystem inserts room for the headers in front of its content
-// (fallocate with FALLOC_FL_INSERT_RANGE, on ext4 and XFS), and the other files follow. The result
-// is open for reading and writing, and keeps its name in dir.
+// The largest file becomes the tar. The filesystem inserts room for the headers before its content
+// (fallocate with FALLOC_FL_INSERT_RANGE, on ext4 and XFS). The other files follow. The result is
+// open for reading and writing, and keeps its name in dir.
 //
-// With ErrNotInPlace the archive is unchanged. After another error it is damaged.
+// After ErrNotInPlace the archive is unchanged. After another error it is damaged.
 func PackInPlace(ctx context.Context, dir *os.File) (_ *os.File, err error) {
 	largest, err := findLargest(dir)
 	if err != nil {
@@ -65,8 +65,8 @@ func findLargest(dir *os.File) (largest File, err error) {
 	return largest, err
 }
 
-// packFront returns what precedes the content of the largest file in the tar: the manifest and
-// headers. Its length is a multiple of the filesystem's block size. packed are the directories in
+// packFront returns the manifest and the headers, which precede the content of the largest file in
+// the tar. Its length is a multiple of the filesystem's block size. packed are the directories in
 // it.
 func packFront(ctx context.Context, dir, file *os.File, largest File) (_ []byte, packed map[string]bool, err error) {
 	var front bytes.Buffer

@@ -43,9 +43,9 @@ func (s Signer) String() string {
 }
 
 // LoadKey returns the node's key, which is below the directory root. It creates the key with mode
-// 0600 if there is none. A damaged key is FailedPrecondition: berth never replaces it by itself,
-// because that would make all checkpoints of the node foreign. Only the daemon calls LoadKey, and
-// not concurrently.
+// 0600 if there is none. A damaged key is FailedPrecondition: berth never replaces a key by itself,
+// because the signatures of the node's checkpoints would then be foreign. Only the daemon calls
+// LoadKey, and not concurrently.
 func LoadKey(root string) (*Key, error) {
 	key, err := ReadKey(root)
 	if !errors.Is(err, fs.ErrNotExist) {

@@ -22,8 +22,8 @@ const (
 	StatusFile       = "status.dump"           // the container's CRI status
 	RootfsDiffFile   = "rootfs-diff.tar"       // changed files of the writable layer
 	DeletedFilesFile = "deleted.files"         // JSON list of deleted paths
-	ShmFile          = "devshm-checkpoint.tar" // content of /dev/shm; of a pod: beside the containers' directories
-	VolumesFile      = "volumes.tar"           // content of the volumes of its image, in numbered directories
+	ShmFile          = "devshm-checkpoint.tar" // content of /dev/shm; a pod's file is beside the containers' directories
+	VolumesFile      = "volumes.tar"           // content of the image's volumes, in numbered directories
 	StatsFile        = "stats-dump"            // CRIU's statistics
 	LogFile          = "dump.log"              // CRIU's log
 	ImagesDir        = "checkpoint"            // images of CRIU, or of gVisor's sandbox
@@ -61,7 +61,7 @@ func plain(name string) bool {
 	}) < 0
 }
 
-// kind is what a path in an archive is.
+// kind is the role of a path in an archive.
 type kind int
 
 const (
@@ -71,8 +71,8 @@ const (
 	ofImages // below ImagesDir
 )
 
-// classify returns the kind of a path and the directory of its container: "" in an archive of one
-// container.
+// classify returns the kind of a path and the directory of its container. In an archive of one
+// container the directory is "".
 func classify(name string, pod bool) (kind, string) {
 	parts := strings.Split(name, "/")
 	for _, part := range parts {

@@ -19,14 +19,14 @@ import (
 // Version is the version of the manifests that Seal writes. Import refuses newer ones.
 const Version = 1
 
-// Manifest describes an archive. The writer fills everything but Version and Files.
+// Manifest describes an archive. The writer fills every field except Version and Files.
 type Manifest struct {
 	Version    int         `json:"version"`
 	CreatedAt  time.Time   `json:"createdAt"`     // when all containers were frozen
 	Pod        *Pod        `json:"pod,omitempty"` // nil: an archive of one container
 	Containers []Container `json:"containers"`    // sorted by name
 	Node       Node        `json:"node"`
-	Runtime    string      `json:"runtime,omitempty"` // version of the runtime that saved its sandbox; empty: the images are CRIU's
+	Runtime    string      `json:"runtime,omitempty"` // version of the runtime that saved the pod's sandbox; empty: CRIU saved the images
 	Files      []File      `json:"files"`             // all files but the manifest, sorted by path
 }
 
@@ -89,7 +89,7 @@ func (m *Manifest) Dir(c *Container) string {
 	return c.Name
 }
 
-// envelope is the content of the manifest's file. The HMAC is that of the bytes of Manifest.
+// envelope is the content of the manifest's file. The HMAC covers the bytes of Manifest.
 type envelope struct {
 	Manifest json.RawMessage `json:"manifest"`
 	Key      string          `json:"key"`  // Key.ID
@@ -102,7 +102,7 @@ const (
 	maxFiles      = 1 << 16
 	maxContainers = 1000
 	maxDepth      = 64      // nesting of JSON
-	maxValues     = 1 << 19 // values of JSON: three for each file, and the configs
+	maxValues     = 1 << 19 // JSON values: three for each file, and those of the configs
 )
 
 // encode returns the manifest's file.
@@ -121,8 +121,8 @@ func (m *Manifest) encode(key *Key) ([]byte, error) {
 	return append(data, '\n'), nil
 }
 
-// decodeManifest decodes the manifest's file strictly. With a wrong HMAC of this node's own key the
-// error is InvalidArgument.
+// decodeManifest decodes the manifest's file strictly. If this node's key has made the HMAC, and it
+// is wrong, the error is InvalidArgument.
 func decodeManifest(data []byte, key *Key) (*Manifest, Signer, error) {
 	var e envelope
 	if err := decodeStrict(data, &e); err != nil {

@@ -13,7 +13,7 @@ type podOptions struct {
 	Annotations map[string]string `json:"annotations"`
 }
 
-// podDump is pod.dump: which pod it was. It follows ContainerConfig of checkpointctl.
+// podDump is pod.dump, which identifies the saved pod. It follows ContainerConfig of checkpointctl.
 type podDump struct {
 	ID             string `json:"id"`
 	Name           string `json:"name"`
@@ -23,7 +23,7 @@ type podDump struct {
 	CheckpointedAt string `json:"checkpointedTime"` // RFC 3339
 }
 
-// writePodFiles writes pod.options and pod.dump. berth reads neither.
+// writePodFiles writes pod.options and pod.dump. berth itself does not read them.
 func writePodFiles(dir *os.File, m *Manifest) error {
 	created := m.CreatedAt.UTC().Format("2006-01-02T15:04:05.999999999Z07:00")
 	options := podOptions{Version: 1, Containers: map[string]string{}, Annotations: map[string]string{

@@ -17,13 +17,13 @@ import (
 	"berth/internal/safefs"
 )
 
-// Seal completes the archive in dir, which has the files of the containers: it writes pod.options
+// Seal completes the archive in dir, which has the files of the containers. It writes pod.options
 // and pod.dump, hashes all files, and writes the signed manifest. It sets m.Version and m.Files.
-// The manifest gets its name last, when everything else is complete; with synced, when everything
-// is on the disk. With synced, its name is there, too, when Seal returns.
+// The manifest gets its name when everything else is complete. If synced is set, everything else is
+// on the disk before, and the name is on the disk when Seal returns.
 //
-// Files that do not belong into an archive are an error. The caller removes the files after an
-// error (Clear). early is what is hashed already; nil: nothing.
+// A file that does not belong into an archive is an error. The caller removes the files after an
+// error (Clear). early has the hashes that exist already, or is nil.
 func Seal(ctx context.Context, dir *os.File, m *Manifest, key *Key, early *Early, synced bool) error {
 	slices.SortFunc(m.Containers, func(a, b Container) int { return strings.Compare(a.Name, b.Name) })
 	if m.Pod != nil {
@@ -140,7 +140,7 @@ func hashFile(ctx context.Context, dir *os.File, f File, early *Early) (File, er
 	return f, err
 }
 
-// copyChunk is how much is copied between two looks at the context, in bytes.
+// copyChunk is how many bytes are copied between two checks of the context.
 const copyChunk = 8 << 20
 
 // CopyContext copies until the end of from, or until ctx ends. It returns the number of bytes.

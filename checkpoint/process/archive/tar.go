@@ -18,7 +18,8 @@ import (
 )
 
 // Pack writes the archive in dir to a new file as a tar. The manifest comes first. Each directory
-// has an entry before its files, because checkpointctl looks for that of CRIU's images.
+// has an entry before its files, because checkpointctl looks for the entry of the directory with
+// CRIU's images.
 func Pack(ctx context.Context, dir, to *os.File) error {
 	p := newPacker(ctx, to)
 	p.file = to
@@ -42,7 +43,7 @@ type packer struct {
 	ctx    context.Context
 	w      *tar.Writer
 	packed map[string]bool // directories that have an entry
-	file   *os.File        // where w writes to; nil: not a file, or no large ones are added
+	file   *os.File        // the file that w writes to; nil: not a file, or no large files are added
 }
 
 func newPacker(ctx context.Context, to io.Writer) *packer {
@@ -82,7 +83,7 @@ func (p *packer) addDirectory(dir string) error {
 	return p.w.WriteHeader(&tar.Header{Typeflag: tar.TypeDir, Name: dir + "/", Mode: 0o700, Format: tar.FormatPAX})
 }
 
-// largeFile is the size of files, in bytes, from which special treatment is worth the work.
+// largeFile is the size in bytes from which a file gets the treatment of addLarge.
 const largeFile = 1 << 20
 
 // addLarge writes a file whose content begins at a block of the filesystem, and lets the kernel
@@ -112,7 +113,7 @@ func (p *packer) addLarge(file *os.File, f File) error {
 	return p.resume(f.Size)
 }
 
-// resume fills the last block of a file's content and continues the tar behind it.
+// resume fills the last block of a file's content and continues the tar after it.
 func (p *packer) resume(size int64) error {
 	_, err := p.file.Write(make([]byte, -size&(tarBlock-1)))
 	p.w = tar.NewWriter(p.file)
@@ -122,8 +123,8 @@ func (p *packer) resume(size int64) error {
 // tarBlock is the size of a tar's blocks.
 const tarBlock = 512
 
-// padHeader returns the header of a file for the offset at of a tar. It has a comment of such a
-// length that the content begins at a multiple of block.
+// padHeader returns the header of a file that begins at the offset at of a tar. A comment in it has
+// the length that makes the content begin at a multiple of block.
 func padHeader(at int64, f File, block int64) ([]byte, error) {
 	for n := int64(0); n <= block+2*tarBlock; n += tarBlock / 2 {
 		var header bytes.Buffer
@@ -141,8 +142,8 @@ func padHeader(at int64, f File, block int64) ([]byte, error) {
 	return nil, fmt.Errorf("no header ends at a multiple of %d", block)
 }
 
-// maxBlock is the largest block size of filesystems that matters. NFS reports the size of its
-// requests.
+// maxBlock is the largest block size that is used. NFS reports the size of its requests as block
+// size, which is larger.
 const maxBlock = 64 << 10
 
 // blockSize returns the block size of a file's filesystem.
@@ -158,7 +159,7 @@ func blockSize(file *os.File) (int64, error) {
 }
 
 // copySize copies a file of a known size, or until ctx ends. The kernel copies from file to file,
-// which needs the plain files here.
+// so the arguments are plain files.
 func copySize(ctx context.Context, to io.Writer, file *os.File, size int64) error {
 	for size > 0 {
 		if err := context.Cause(ctx); err != nil {
@@ -224,7 +225,7 @@ func checkHeader(h *tar.Header) error {
 	return nil
 }
 
-// entryName returns the path of an entry in the archive. Some programs write "./" in front.
+// entryName returns the path of an entry in the archive. Some programs write "./" before the path.
 func entryName(h *tar.Header) string { return strings.TrimPrefix(h.Name, "./") }
 
 func (t tarFile) manifest() (data []byte, err error) {

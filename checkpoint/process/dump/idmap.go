@@ -22,8 +22,8 @@ const (
 	aclGroup  = 8
 )
 
-// mapAttribute replaces the IDs in the value of an extended attribute by those of the host, as the
-// kernel does for a file on an ID-mapped mount.
+// mapAttribute replaces the IDs in the value of an extended attribute by host IDs. The kernel does
+// the same for a file on an ID-mapped mount.
 func mapAttribute(attr string, value []byte, m *userns.Mappings) []byte {
 	value = slices.Clone(value)
 	switch {

@@ -54,8 +54,8 @@ func dataSegments(f *os.File, st unix.Stat_t) ([]segment, error) {
 	return segments, nil
 }
 
-// sparse writes a sparse file in GNU's PAX format 1.0, which archive/tar reads but does not write:
-// the content begins with the map of the segments.
+// sparse writes a sparse file in GNU's PAX format 1.0, which archive/tar reads but does not write.
+// The content begins with the map of the segments.
 func (t *tree) sparse(f *os.File, h *tar.Header, segments []segment) error {
 	// GNU tar ends the map with an empty segment at the file's end.
 	segments = append(segments, segment{h.Size, 0})
@@ -102,7 +102,7 @@ func (t *tree) sparseHeader(h *tar.Header, size int64) error {
 	return err
 }
 
-// paxRecord returns a record with its length, which counts its own digits.
+// paxRecord returns a record with its length, which includes the digits of the length.
 func paxRecord(key, value string) string {
 	const padding = 3 // blank, equals sign, newline
 	size := len(key) + len(value) + padding

@@ -26,7 +26,8 @@ const maxLevels = 256
 // Layer writes the content of an overlay's upper directory to a tar. It returns the paths of the
 // deleted files, absolute in the container. An opaque directory, which hides the lower layers'
 // files, has the extended attribute trusted.overlay.opaque in the tar, and an entry .wh..wh..opq
-// among the deleted files. Other programs that delete them find nothing of that name.
+// among the deleted files. Other programs find no file of the entry's name when they delete the
+// files of the list.
 func Layer(ctx context.Context, upper *os.File, to io.Writer) (deleted []string, err error) {
 	t := newTree(ctx, to)
 	t.overlay = true
@@ -44,9 +45,9 @@ func Directory(ctx context.Context, dir *os.File, to io.Writer) error {
 	return nil
 }
 
-// Volume writes a directory of an image to a tar, with an entry for the directory itself. With
-// mappings the tar has the IDs that the files have on the host if the volume is used in that user
-// namespace.
+// Volume writes a directory of an image to a tar, with an entry for the directory itself. If
+// mappings are given, the tar has the host IDs of the owners in the user namespace with these
+// mappings.
 func Volume(ctx context.Context, dir *os.File, mappings *userns.Mappings, to io.Writer) error {
 	t := newTree(ctx, to)
 	t.mappings, t.withRoot = mappings, true
@@ -69,7 +70,7 @@ type tree struct {
 	links   map[inode]string // the first path of files with several links
 
 	withRoot bool             // the tar has an entry for the root
-	mappings *userns.Mappings // of the owners; nil: unchanged
+	mappings *userns.Mappings // of the owners' IDs; nil: unchanged
 }
 
 func newTree(ctx context.Context, to io.Writer) *tree {
@@ -175,7 +176,7 @@ func (t *tree) entry(dir *safefs.Dir, name, full string, level int) error {
 	return t.tar.WriteHeader(h)
 }
 
-// types are the tar's types of the files' types.
+// types are the types of tar entries by the types of files.
 var types = map[uint32]byte{
 	unix.S_IFREG: tar.TypeReg, unix.S_IFDIR: tar.TypeDir, unix.S_IFLNK: tar.TypeSymlink,
 	unix.S_IFCHR: tar.TypeChar, unix.S_IFBLK: tar.TypeBlock, unix.S_IFIFO: tar.TypeFifo,
@@ -210,10 +211,10 @@ const (
 	opaque        = overlayPrefix + "opaque"
 )
 
-// whiteout is the prefix of names with a meaning of their own in the layers of images.
+// whiteout is the prefix of names that have a special meaning in image layers.
 const whiteout = ".wh."
 
-// opaqueMark is the name of an entry that marks a directory as opaque in the layers of images.
+// opaqueMark is the name of an entry that marks a directory as opaque in image layers.
 const opaqueMark = ".wh..wh..opq"
 
 // kept are the extended attributes that belong to a file's content. A name that ends with a dot or
@@ -285,7 +286,7 @@ func (t *tree) file(dir *safefs.Dir, name string, h *tar.Header, st unix.Stat_t)
 	return t.copy(t.tar, f, 0, st.Size)
 }
 
-// chunk is the size of one copy, in bytes. Between two the context is checked.
+// chunk is the size of one copy, in bytes. The context is checked between two copies.
 const chunk = 8 << 20
 
 // copy copies a part of a file. A file that has become shorter is filled with zeros.

@@ -113,8 +113,8 @@ const (
 	noDirectory = "configured" // its value without an argument
 )
 
-// takeStateFlag reports whether --state was given. It leaves the flag to the configuration only if
-// it has a directory.
+// takeStateFlag reports whether --state was given. If the flag has no directory, it is not passed
+// to the configuration.
 func takeStateFlag(flags *pflag.FlagSet) bool {
 	f := flags.Lookup(stateFlag)
 	given := f.Changed
@@ -131,8 +131,9 @@ type configured struct {
 // askTimeout bounds the wait for the daemon's answer. The daemon answers from memory.
 const askTimeout = 5 * time.Second
 
-// askDaemon returns the configuration of the running daemon, including its flags and those given
-// here. It returns loaded without a daemon at the socket, or if the daemon uses other directories.
+// askDaemon returns the configuration of the running daemon, including its flags and the flags of
+// this command. It returns loaded if no daemon is at the socket, or if the daemon uses other
+// directories.
 func askDaemon(ctx context.Context, flags *pflag.FlagSet, loaded configured) (configured, error) {
 	asking, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
@@ -211,8 +212,8 @@ func printReport(w io.Writer, r *statecheck.Report, asJSON bool) error {
 	return err
 }
 
-// nodeOf returns the settings that a daemon would start with. Other obstacles, such as sockets and
-// directories in use, show up when the checks try them.
+// nodeOf returns the settings that a daemon would start with. The checks find other obstacles, such
+// as sockets and directories in use.
 func nodeOf(cfg *config.Config) (*nodecheck.Node, error) {
 	facts, err := host.Detect("/")
 	if err != nil {

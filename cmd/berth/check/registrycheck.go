@@ -37,7 +37,7 @@ func checkRegistry(ctx context.Context, cmd *cobra.Command, cfg *config.Config, 
 	if err := printProbes(cmd.OutOrStdout(), probes, asJSON); err != nil {
 		return err
 	}
-	served := false // the last host decides: mirrors may be down
+	served := false // the last host decides, because mirrors may be down
 	for _, p := range probes {
 		served = p.OK
 	}

@@ -11,7 +11,7 @@ import (
 )
 
 // Args returns a check for the number of a command's arguments. need says what the command needs,
-// for example "name a container". most 0 means no limit.
+// for example "name a container". If most is 0, there is no limit.
 func Args(least, most int, need string) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
 		switch {
@@ -40,7 +40,8 @@ func Group(cmd *cobra.Command, args []string) error {
 	return unknownCommand(cmd, args[0])
 }
 
-// unknownCommand names similar commands, or the help. One wrong letter of three is similar enough.
+// unknownCommand names similar commands, or the help. A name of three letters may have one wrong
+// letter.
 func unknownCommand(cmd *cobra.Command, name string) error {
 	cmd.SuggestionsMinimumDistance = max(1, min(2, len(name)/3))
 	if similar := cmd.SuggestionsFor(name); len(similar) > 0 {

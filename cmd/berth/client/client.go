@@ -83,7 +83,8 @@ func socketPath(socket string) (string, error) {
 	return path, nil
 }
 
-// probe connects once and disconnects. gRPC connects lazily and reports a failure only as text.
+// probe connects once and disconnects, because gRPC connects lazily and reports a failure only as
+// text.
 func probe(ctx context.Context, path string) error {
 	dialer := net.Dialer{Timeout: dialTimeout}
 	conn, err := dialer.DialContext(ctx, "unix", path)

@@ -61,7 +61,7 @@ func (c *Client) Containers(ctx context.Context) ([]*runtimeapi.Container, error
 }
 
 // FindPod returns the pod that ref identifies: its ID, its name, namespace/name, or a prefix of its
-// ID with at least shortestPrefix digits. Earlier forms win over later ones, so that a name is not
+// ID with at least shortestPrefix digits. Earlier forms take precedence, so that a name is not
 // mistaken for the prefix of another ID.
 func (c *Client) FindPod(ctx context.Context, ref string) (*runtimeapi.PodSandbox, error) {
 	found, err := c.matchPods(ctx, ref)
@@ -72,8 +72,9 @@ func (c *Client) FindPod(ctx context.Context, ref string) (*runtimeapi.PodSandbo
 }
 
 // Find returns the container or pod that ref identifies, in the forms of FindPod. The names of a
-// container are its own, pod/name and namespace/pod/name, and mean the newest of several attempts.
-// A reference that matches a container and a pod in the same form is ambiguous.
+// container. A name is the container's own name, pod/name or namespace/pod/name. A name identifies
+// the newest of several attempts. A reference that matches a container and a pod in the same form
+// is ambiguous.
 func (c *Client) Find(ctx context.Context, ref string) (*runtimeapi.Container, *runtimeapi.PodSandbox, error) {
 	return c.find(ctx, ref, false)
 }

@@ -14,7 +14,7 @@ type Layer struct {
 	Digest string `json:"digest"`
 	State  string `json:"state"` // the runtime's name of the current step
 	Done   int64  `json:"done"`  // bytes
-	Kept   int64  `json:"kept"`  // of them, from an earlier pull that failed
+	Kept   int64  `json:"kept"`  // bytes of done that come from an earlier pull that failed
 	Total  int64  `json:"total"` // bytes, 0 while unknown
 }
 

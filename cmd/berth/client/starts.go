@@ -14,8 +14,8 @@ func (c *Client) Starts(ctx context.Context) (all []history.Summary, err error) 
 }
 
 // FindStart returns the start of the pod that ref identifies, in the forms of FindPod. If no
-// present pod matches, it looks for removed pods. Of several removed pods with one name, the newest
-// counts.
+// present pod matches, it looks for removed pods. If several removed pods have the same name, the
+// newest counts.
 func (c *Client) FindStart(ctx context.Context, ref string) (start history.Start, err error) {
 	id, err := c.podOfStart(ctx, ref)
 	if err != nil {

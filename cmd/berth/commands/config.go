@@ -18,7 +18,7 @@ func configCommand() *cobra.Command {
 		Use:   "config",
 		Short: "Check and show the configuration",
 		Args:  cobra.ArbitraryArgs,
-		// Without RunE cobra prints the help for a misspelled subcommand and succeeds.
+		// If RunE is not set, cobra prints the help for a misspelled subcommand and succeeds.
 		RunE: cli.Group,
 	}
 	cmd.AddCommand(defaultConfigCommand(), checkConfigCommand(), showConfigCommand(), migrateConfigCommand())

@@ -3,11 +3,11 @@
 //
 // # Contract
 //
-// Copy never reads or writes outside the two roots, whatever the trees contain and however they
-// change meanwhile (CVE-2018-15664, CVE-2019-14271). It resolves both paths inside their roots, and
-// below them it works on open directories and follows no symlink. It runs no program of either
-// tree. Symlinks are copied unchanged. Devices, FIFOs and sockets are skipped and reported, because
-// a device node on the host would give access to the device.
+// Copy never reads or writes outside the two roots, even if processes change the trees meanwhile
+// (CVE-2018-15664, CVE-2019-14271). It resolves both paths inside their roots. Below these paths it
+// works on open directories and follows no symlink. It runs no program of either tree. Symlinks are
+// copied unchanged. Devices, FIFOs and sockets are skipped and reported, because a device node on
+// the host would give access to the device.
 package copytree
 
 import (

@@ -13,14 +13,15 @@
 // # Rotation
 //
 // kubelet renames the file and asks the runtime to reopen it. The old file may grow until the
-// writer has the new one. Read leaves the old file only once the new one has content, so it loses
-// nothing.
+// writer has the new one. Read leaves the old file only when the new file has content, so it loses
+// no line.
 //
 // # Why not k8s.io/cri-client/pkg/logs
 //
-// Its ReadLogs opens a rotated file at once and loses lines that the old one still gets. It reads
-// lines of any length into memory, and only logs malformed records. It does not wait for a missing
-// file or notice a truncated one. It writes to two io.Writers, but berth run needs whole lines.
+// Its ReadLogs opens the new file at once, and loses lines that are still written to the old file.
+// It reads lines of any length into memory, and only logs malformed records. It does not wait for a
+// missing file or notice a truncated one. It writes to two io.Writers, but berth run needs whole
+// lines.
 package crilog
 
 import (
@@ -32,7 +33,7 @@ import (
 // Stream names the output stream of a record.
 type Stream string
 
-// The streams of a container. With a terminal all output is Stdout.
+// The streams of a container. If the container has a terminal, all output is Stdout.
 const (
 	Stdout Stream = "stdout"
 	Stderr Stream = "stderr"
@@ -40,7 +41,7 @@ const (
 
 // Record is one record of a log file, or a whole line joined from several records.
 type Record struct {
-	Time    time.Time // when the runtime read it; the first part's if joined
+	Time    time.Time // when the runtime has read it; for a joined line, the time of its first part
 	Stream  Stream
 	Partial bool   // the line continues in the next record of the same stream
 	Content []byte // without the newline

@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// All as Options.Tail selects every line.
+// All is the value of Options.Tail that selects every line.
 const All = -1
 
 // Options select the lines that Read returns.
@@ -90,7 +90,8 @@ func (r *reader) follow(ctx context.Context) error {
 	}
 }
 
-// awaitFile opens the file once it exists. It returns nil if the log ended without one.
+// awaitFile opens the file once it exists. It returns nil if the log has ended and there is no
+// file.
 func (r *reader) awaitFile(ctx context.Context) (*source, error) {
 	for {
 		ended := r.ended()
@@ -227,8 +228,8 @@ func (r *reader) report() error {
 	return nil
 }
 
-// lookAgain is the time between two looks at the file. inotify would tell changes sooner, but kubelet
-// and the pods of a full node may have taken all of the user's instances.
+// lookAgain is the time between two looks at the file. inotify would tell changes sooner, but
+// kubelet and the pods of a full node may have taken all of the user's instances.
 const lookAgain = 100 * time.Millisecond
 
 // wait returns nil when the file may have changed.

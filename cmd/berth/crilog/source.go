@@ -38,8 +38,8 @@ func openSource(path string) (*source, error) {
 
 func (s *source) Close() error { return s.file.Close() }
 
-// next returns the next complete line, or io.EOF without one. A later call continues when the file
-// has grown. The line is valid until the next call.
+// next returns the next complete line, or io.EOF if there is none. A later call continues when the
+// file has grown. The line is valid until the next call.
 func (s *source) next() ([]byte, error) {
 	for {
 		part, err := s.read.ReadSlice('\n')
@@ -90,8 +90,8 @@ func (s *source) rewindIfTruncated() (bool, error) {
 	return true, nil
 }
 
-// replaced reports whether path is another file with content. The writer then no longer writes to
-// this one.
+// replaced reports whether path is another file with content. Then the writer no longer writes to
+// the present file.
 func (s *source) replaced(path string) bool {
 	info, err := os.Stat(path)
 	return err == nil && !os.SameFile(s.info, info) && info.Size() > 0

@@ -28,9 +28,8 @@ type result struct {
 	took    time.Duration
 }
 
-// collect collects all parts, each within the timeout. It returns them in the given order. A part
-// that exceeds it is left behind, because a goroutine that blocks in the kernel cannot be
-// stopped.
+// collect collects all parts, each within the timeout. It returns them in the given order. If a
+// part exceeds it is abandoned, because a goroutine that blocks in the kernel cannot be stopped.
 func collect(ctx context.Context, parts []part, timeout time.Duration) []result {
 	results := make([]result, len(parts))
 	slots := make(chan struct{}, maxParallel)

@@ -13,11 +13,11 @@ import (
 	"github.com/pelletier/go-toml/v2"
 )
 
-// clean is content that may be published. Only the functions of this file and asIs make it from
-// what the node says.
+// clean is content that may be published. Only asIs and the other functions of this file create it
+// from text of the node.
 type clean []byte
 
-// asIs is for content whose form the kernel, the distribution or this program decides: numbers and
+// asIs is for content that the kernel, the distribution or this program has written as numbers and
 // fixed words.
 func asIs(content []byte) (clean, error) { return content, nil }
 
@@ -29,10 +29,10 @@ func (m *masker) mounts(content []byte) (clean, error) {
 	return m.free(bytes.ReplaceAll(content, []byte(","), []byte(", ")))
 }
 
-// secretKey matches names of values that are removed whatever they look like.
+// secretKey matches the names of values that are always removed.
 var secretKey = regexp.MustCompile(`(?i)pass|psk|secret|token|credential|pwd|key|auth|cookie|signature|pin$`)
 
-// document cleans a JSON document: strings and keys are free text.
+// document cleans a JSON document. It treats strings and keys as free text.
 func (m *masker) document(content []byte) (clean, error) {
 	decoder := json.NewDecoder(bytes.NewReader(content))
 	decoder.UseNumber()
@@ -48,8 +48,8 @@ func isShown(keys []string) bool { return !secretKey.MatchString(keys[len(keys)-
 
 func indented(v any) (clean, error) { return json.MarshalIndent(v, "", "  ") }
 
-// tree cleans a decoded document. It removes the values below keys that are not shown, each
-// given with the keys above it.
+// tree cleans a decoded document. It removes the values below keys that are not shown, each given
+// with the keys above it.
 func (m *masker) tree(v any, shown func(keys []string) bool) any {
 	var walk func(v any, keys []string, hidden bool) any
 	walk = func(v any, keys []string, hidden bool) any {
@@ -79,7 +79,7 @@ func (m *masker) tree(v any, shown func(keys []string) bool) any {
 	return walk(v, nil, false)
 }
 
-// phrase cleans a text that the programs may contain as a whole.
+// phrase cleans a text. It keeps the whole text if the programs contain it.
 func (m *masker) phrase(s string) string {
 	cleaned := m.text(s)
 	if cleaned != s && m.literal(s) {
@@ -88,7 +88,7 @@ func (m *masker) phrase(s string) string {
 	return cleaned
 }
 
-// hosts cleans a hosts.toml: the names of hosts are known, HTTP headers are removed.
+// hosts cleans a hosts.toml. It keeps the names of hosts, and removes HTTP headers are removed.
 func (m *masker) hosts(content []byte) (clean, error) {
 	var v map[string]any
 	if err := toml.Unmarshal(content, &v); err != nil {
@@ -116,7 +116,7 @@ func (m *masker) withHost(url string) *masker {
 	return m
 }
 
-// cniNames are the keys of the well-known CNI plugins whose values are names.
+// cniNames are the keys of well-known CNI plugins whose values are names.
 var (
 	cniNames   = setOf("name", "type", "bridge", "master", "cniVersion", "cniVersions", "mode", "ifName")
 	identifier = regexp.MustCompile(`^[A-Za-z0-9._-]{1,63}$`)
@@ -175,7 +175,7 @@ var (
 	label  = regexp.MustCompile(`(\w+)="((?:[^"\\]|\\.)*)"`)
 )
 
-// samples cleans metrics in Prometheus' text format: values of labels are free text.
+// samples cleans metrics in Prometheus' text format. It treats values of labels as free text.
 func (m *masker) samples(content []byte) (clean, error) {
 	var b bytes.Buffer
 	for line := range strings.Lines(string(content)) {
@@ -214,8 +214,8 @@ var (
 	}
 )
 
-// logLines cleans the daemon's log. A field that has its known form is shown; everything else is
-// free text.
+// logLines cleans the daemon's log. A field that has its known form is shown. Everything else is
+// treated as free text.
 func (m *masker) logLines(content []byte) (clean, error) {
 	lines := make([][]logField, 0, bytes.Count(content, []byte("\n"))+1)
 	names := map[string]bool{}

@@ -5,8 +5,8 @@
 // The command also works if the daemon hangs or does not run. Each part has a time limit. A part
 // that fails leaves a note in the summary. The command changes nothing on the node.
 //
-// The bundle has no credentials. It contains only what is known to be harmless: fields and keys
-// that have one form, numbers, names of the node's objects, and words that berth's programs
+// The bundle has no credentials. It contains only text that is known to be harmless. This includes
+// numbers, fields with a fixed form, names of the node's objects, and words that berth's programs
 // contain. The command reads no file with credentials, and no environment, command line or
 // annotation of a container.
 package debug

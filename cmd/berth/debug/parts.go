@@ -42,8 +42,8 @@ type node struct {
 // askTimeout bounds the question for the daemon's configuration, which it answers from memory.
 const askTimeout = 5 * time.Second
 
-// newNode finds the daemon's directories: from the running daemon, else from the configuration
-// files, else from the defaults.
+// newNode finds the daemon's directories. It asks the running daemon, or else reads the
+// configuration files, or else uses the defaults.
 func newNode(ctx context.Context, flags *pflag.FlagSet, logFile string) *node {
 	n := &node{cfg: config.Default(), logFile: logFile, state: "--state"}
 	flags.Visit(func(f *pflag.Flag) {
@@ -201,7 +201,7 @@ func (n *node) connected(ctx context.Context, ask func(*client.Client) (any, err
 	return json.Marshal(answer)
 }
 
-// status returns verbose Status. The configuration is a part of its own.
+// status returns verbose Status. The configuration is a separate part.
 func (n *node) status(ctx context.Context) (clean, error) {
 	content, err := n.connected(ctx, func(c *client.Client) (any, error) {
 		reply, err := c.RuntimeServiceClient.Status(ctx, &runtimeapi.StatusRequest{Verbose: true})
@@ -222,7 +222,7 @@ func (n *node) status(ctx context.Context) (clean, error) {
 	return n.mask.document(content)
 }
 
-// object is a pod or container without what may contain secrets.
+// object is a pod or container, without the fields that may contain secrets.
 type object struct {
 	ID, Pod, Namespace, Name, Image, Handler, State string `json:",omitempty"`
 	Attempt                                         uint32
@@ -363,7 +363,7 @@ func readFile(path string) ([]byte, error) {
 	return io.ReadAll(io.LimitReader(f, maxPart))
 }
 
-// files returns the contents of files. Missing ones are left out.
+// files returns the contents of files. Missing files are left out.
 func (n *node) files(convert cleaner, paths ...string) collector {
 	return func(context.Context) (clean, error) {
 		var b bytes.Buffer

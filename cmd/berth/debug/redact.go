@@ -19,22 +19,22 @@ import (
 
 // removed stands for a value that is not known to be harmless. Equal values have equal digits
 // behind it in one bundle, so that a reader can still follow an object through the log. The digits
-// are keyed: nobody can test a guess.
+// depend on a key, so that nobody can test a guess.
 const removed = "REMOVED"
 
-// masker lets text pass that is known to be harmless: numbers, addresses, words that the programs
-// of berth contain themselves, and names of this node's objects. It removes everything else. A
-// list of what secrets look like would miss the next kind of secret.
+// masker keeps text that is known to be harmless: numbers, addresses, words in berth's programs,
+// and names of this node's objects. It removes everything else. It does not search for secrets,
+// because a list of their forms would miss a new form.
 type masker struct {
 	key      []byte          // of the digits behind removed
 	literals []byte          // read-only data of the programs
 	words    map[string]bool // words in it
 	names    map[string]bool // names of pods, containers, images, paths
-	phrases  *sync.Map       // texts that were searched in literals: whether they are there
-	units    *sync.Map       // words of texts: what stands for them
+	phrases  *sync.Map       // by text: whether literals contains it
+	units    *sync.Map       // by word: the text that replaces it
 }
 
-// newMasker takes the words of the given programs. Without them it removes all words.
+// newMasker takes the words of the given programs. If they are missing, it removes all words.
 func newMasker(programs ...string) (*masker, error) {
 	m := &masker{key: make([]byte, 32), words: map[string]bool{}, names: map[string]bool{},
 		phrases: new(sync.Map), units: new(sync.Map)}
@@ -114,7 +114,7 @@ func (m *masker) with(names ...string) *masker {
 	return &more
 }
 
-// secret returns what stands for a removed value.
+// secret returns the text that replaces a removed value.
 func (m *masker) secret(value string) string {
 	mac := hmac.New(sha256.New, m.key)
 	mac.Write([]byte(value))
@@ -124,7 +124,7 @@ func (m *masker) secret(value string) string {
 var (
 	pemBlock = regexp.MustCompile(`(?s)-----BEGIN .*?(-----END [^\n-]*-----|$)`)
 	// namedSecret matches the name of a value that may consist of ordinary words. A colon also
-	// separates the parts of error texts, so only names of passwords count before one.
+	// separates the parts of error texts, so before a colon only names of passwords count.
 	namedSecret = regexp.MustCompile(`(?i)([\w.-]*(?:passw|passphrase|\bpass\b|psk|secret|credential|pwd)[\w.-]*\\*["']?\s*[:=]|` +
 		`[\w.-]*(?:token|key|auth|cookie|sig|pin|bearer|session|login)[\w.-]*(?:\\*["']\s*[:=]|\s*=)|` +
 		`\b(?:authorization|proxy-authorization|cookie|set-cookie|x-registry-auth)\s*:|` +
@@ -133,8 +133,8 @@ var (
 	unit = regexp.MustCompile(`\S+`)
 )
 
-// text returns free text without what is not known. A value behind the name of a secret is removed
-// up to the end of the line.
+// text returns free text without unknown words. A value after the name of a secret is removed up to
+// the end of the line.
 func (m *masker) text(s string) string {
 	s = pemBlock.ReplaceAllStringFunc(s, m.secret)
 	var b strings.Builder
@@ -154,7 +154,7 @@ func (m *masker) text(s string) string {
 }
 
 // location removes credentials, query and fragment from a URL. A password may contain any
-// character, so they reach to the last @.
+// character, so user and password end at the last @.
 func (m *masker) location(s string) string {
 	scheme, rest, _ := strings.Cut(s, "://")
 	if at := strings.LastIndexByte(rest, '@'); at >= 0 {
@@ -172,8 +172,8 @@ const (
 	closing = "\"'`)]}>,;:.!?\\"
 )
 
-// unit returns a sequence of characters without blanks, or what stands for it. Logs repeat most of
-// them.
+// unit returns a sequence of characters without blanks, or the text that replaces it. The results
+// are kept, because logs repeat most sequences.
 func (m *masker) unit(s string) string {
 	if known, ok := m.units.Load(s); ok {
 		return known.(string)
@@ -186,7 +186,7 @@ func (m *masker) unit(s string) string {
 func (m *masker) maskUnit(s string) string {
 	body := strings.TrimRight(strings.TrimLeft(s, opening), closing)
 	if body == "" {
-		if len(s) > 3 { // punctuation only, but much of it
+		if len(s) > 3 { // a long sequence of punctuation
 			return m.secret(s)
 		}
 		return s
@@ -255,8 +255,8 @@ func shaped(s string) bool {
 func isPathJoint(r rune) bool { return r == '/' || r == ':' || r == '@' }
 func isJoint(r rune) bool     { return strings.ContainsRune("/:-_.,=+~*[]", r) }
 
-// harmless returns whether s is known, or each of its parts. Parts of one or two letters occur in
-// every program, so only one of them is believed.
+// harmless returns whether s, or each of its parts, is known. Parts of one or two letters occur in
+// every program, so only one such part is accepted.
 func (m *masker) harmless(s string) bool {
 	if m.names[s] || m.allKnown(s) || shaped(s) || placeholder.MatchString(s) {
 		return true

@@ -209,7 +209,7 @@ images that no container uses. Pinned images stay. kubelet pulls an image again 
 		if err != nil {
 			return err
 		}
-		partial, err := c.prunePartial(dry) // before the images: a removal of an image removes them, too
+		partial, err := c.prunePartial(dry) // before the images, because the removal of an image also removes partial layers
 		if err != nil {
 			return err
 		}
@@ -238,8 +238,8 @@ images that no container uses. Pinned images stay. kubelet pulls an image again 
 	return cmd
 }
 
-// prunePartial removes the partial layers and returns them, or only returns them. It is nil if the
-// runtime keeps none.
+// prunePartial removes the partial layers and returns them, or only returns them. The result is nil
+// if the runtime keeps no partial layers.
 func (c *call) prunePartial(dry bool) (*admin.Partial, error) {
 	if dry {
 		return c.PartialLayers(c.Context())
@@ -247,7 +247,7 @@ func (c *call) prunePartial(dry bool) (*admin.Partial, error) {
 	return c.RemovePartialLayers(c.Context())
 }
 
-// pruned prints what was removed, or would be.
+// pruned prints what was removed, or what would be removed.
 func (c *call) pruned(partial *admin.Partial, images int, freed uint64, dry bool) error {
 	removed := "removed"
 	if dry {

@@ -1,5 +1,5 @@
 // Package images provides the command `berth image`. Listing, pulling and removing use
-// only CRI and work with any runtime. The others need berth's own service (package admin).
+// only CRI and work with any runtime. The other commands need berth's own service (package admin).
 package images
 
 import (

@@ -196,9 +196,9 @@ type content struct {
 	written map[digest.Digest]bool
 }
 
-// write copies a manifest or index and what it names. A missing blob is left out, because the store
-// contains only the node's platform; its size is -1. The daemon refuses an image without its
-// layers.
+// write copies a manifest or index, and everything that it names. A missing blob is left out,
+// because the store contains only the node's platform. Its size is -1. The daemon refuses an image
+// without its layers.
 func (c *content) write(d digest.Digest, depth int) (size int64, err error) {
 	f, size, err := c.open(d)
 	if err != nil || size < 0 {
@@ -243,7 +243,7 @@ func (c *content) copy(d digest.Digest) error {
 	return c.put(d, f, size)
 }
 
-// open opens a blob. The size of a missing one is -1.
+// open opens a blob. The size of a missing blob is -1.
 func (c *content) open(d digest.Digest) (*os.File, int64, error) {
 	if err := d.Validate(); err != nil {
 		return nil, 0, fmt.Errorf("digest %.100q: %w", d, err)

@@ -182,7 +182,7 @@ func usageOf(images []admin.ImageLayers) usage {
 	return sum
 }
 
-// distinct returns the sizes of layers by name: an image may contain a layer twice.
+// distinct returns the sizes of layers by name, because an image may contain a layer twice.
 func distinct(layers []admin.Layer) map[string]uint64 {
 	sizes := map[string]uint64{}
 	for _, l := range layers {

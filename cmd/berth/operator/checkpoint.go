@@ -56,8 +56,8 @@ writes to standard output. docs/checkpoint.md lists what cannot be saved.`,
 	flags.StringVar(&options.runDir, "run-dir", defaultRunDir, "directory in which berth run keeps pods' files")
 	cmd.ValidArgsFunction = o.completeNames(containerNames, podNames)
 	cmd.RunE = o.Connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
-		// A reader that leaves must neither leave the copy in the temporary directory nor end in a
-		// removal.
+		// If the reader of a pipe leaves, the temporary copy must be removed, and the saved pod
+		// must stay.
 		pipes := make(chan os.Signal, 1)
 		signal.Notify(pipes, unix.SIGPIPE)
 		defer signal.Stop(pipes)
@@ -93,7 +93,7 @@ func (s *checkpointOptions) run(ctx context.Context, cmd *cobra.Command, c *clie
 	return s.removeSaved(ctx, c, container, pod)
 }
 
-// syncOutput makes the output survive a power cut. A pipe cannot be synced: its reader has taken
+// syncOutput makes the output survive a power cut. A pipe cannot be synced. Its reader has taken
 // all bytes.
 func (s *checkpointOptions) syncOutput(stdout io.Writer) error {
 	if s.output == "-" {

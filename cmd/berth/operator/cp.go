@@ -106,7 +106,7 @@ type copying struct {
 	options copytree.Options
 }
 
-// roots opens the container's root and the host's. The container's root is the one of its mount
+// roots opens the container's root and the host's. The container's root is the root of its mount
 // namespace, with all its mounts.
 func (c *copying) roots() (container, host *os.File, users, groups idMap, err error) {
 	dir := fmt.Sprintf("/proc/%d/", c.process.pid)
@@ -116,7 +116,7 @@ func (c *copying) roots() (container, host *os.File, users, groups idMap, err er
 	users, userErr := readIDMap(dir + "uid_map")
 	groups, groupErr := readIDMap(dir + "gid_map")
 	host, hostErr := safefs.OpenRoot("/")
-	// The files belong to the process that was opened only if it still exists.
+	// Only if the process still exists do the opened files belong to it.
 	if err := errors.Join(userErr, groupErr, hostErr, c.process.alive()); err != nil {
 		return nil, nil, nil, nil, errors.Join(err, container.Close())
 	}
@@ -211,7 +211,7 @@ type idMap []idRange
 
 type idRange struct{ inside, outside, size uint32 }
 
-// unmapped is the kernel's ID for those without a mapping.
+// unmapped is the ID that the kernel reports for IDs without a mapping.
 const unmapped = 65534
 
 func readIDMap(path string) (idMap, error) {

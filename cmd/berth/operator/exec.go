@@ -103,8 +103,9 @@ func (e *execution) run(cmd *cobra.Command, args []string, c *client.Client) err
 	return client.Explain("exec in container "+client.ContainerName(container), err)
 }
 
-// Errors of libcontainer, runc, crun and runsc about the program itself or its directory. CRI has
-// no codes for them. As in podman and docker, a missing directory counts as a missing program.
+// Texts of errors of libcontainer, runc, crun and runsc about the program itself or its directory.
+// CRI has no codes for these errors. As in podman and docker, a missing directory counts as a
+// missing program.
 var (
 	notFound = regexp.MustCompile(`(?i)executable file .*not found|error finding executable |` +
 		`(exec: "|open executable|chdir |failed to load ).*: (no such file or directory|not a directory)`)
@@ -112,7 +113,7 @@ var (
 		`: (permission denied|operation not permitted|is a directory|exec format error)`)
 )
 
-// execStatus gives a failure to run the command its exit code.
+// execStatus converts a failure to run the command to an exit code.
 func execStatus(err error) error {
 	var status *cli.ExitStatus
 	if err == nil || errors.As(err, &status) {

@@ -33,7 +33,7 @@ func (o *execOptions) addFlags(flags *pflag.FlagSet) {
 
 func (o *execOptions) isEmpty() bool { return o.user == "" && o.dir == "" && len(o.env) == 0 }
 
-// url asks the runtime for a session. Without options it uses CRI.
+// url asks the runtime for a session. If there are no options, it uses CRI.
 func (o *execOptions) url(ctx context.Context, c *client.Client, container *runtimeapi.Container,
 	req *runtimeapi.ExecRequest) (string, error) {
 	if o.isEmpty() {
@@ -48,7 +48,8 @@ func (o *execOptions) url(ctx context.Context, c *client.Client, container *runt
 		Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(), Options: options})
 }
 
-// resolve finds the user in the container's files, and passes on variables without a value.
+// resolve finds the user in the container's files, and takes variables without a value from this
+// process's environment.
 func (o *execOptions) resolve(ctx context.Context, c *client.Client,
 	container *runtimeapi.Container) (stream.ExecOptions, error) {
 	options := stream.ExecOptions{Dir: o.dir}

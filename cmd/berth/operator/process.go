@@ -68,7 +68,8 @@ func openProcess(ctx context.Context, c *client.Client, container *runtimeapi.Co
 
 func (p *process) close() error { return p.file.Close() }
 
-// alive returns an error if the process has exited. Its process ID may then belong to another one.
+// alive returns an error if the process has exited. Its process ID may then belong to another
+// process.
 func (p *process) alive() error {
 	ended, err := pidfd.Exited(p.file)
 	if err == nil && ended {
@@ -150,8 +151,8 @@ func findContainer(ctx context.Context, c *client.Client, ref, name string) (*ru
 	return findAmong(ctx, c, ref, name, func(*runtimeapi.Container) bool { return true })
 }
 
-// findRunning is findContainer for what needs a running container. Exited ones, such as init
-// containers, do not make the name of a pod ambiguous.
+// findRunning is findContainer for commands that need a running container. Exited containers, such
+// as init containers, do not make the name of a pod ambiguous.
 func findRunning(ctx context.Context, c *client.Client, ref, name string) (*runtimeapi.Container, error) {
 	container, err := findAmong(ctx, c, ref, name, func(c *runtimeapi.Container) bool {
 		return c.GetState() == runtimeapi.ContainerState_CONTAINER_RUNNING

@@ -144,7 +144,7 @@ func readSettings(ctx context.Context, c *client.Client) (s restoreSettings, err
 	return s, nil
 }
 
-// key returns the key with which the daemon signs checkpoints. Without it every checkpoint counts
+// key returns the key with which the daemon signs checkpoints. If it fails, every checkpoint counts
 // as one of another node.
 func (s restoreSettings) key() *archive.Key {
 	if s.Root == "" {
@@ -157,7 +157,7 @@ func (s restoreSettings) key() *archive.Key {
 	return key
 }
 
-// permit refuses checkpoints that the daemon refuses, whatever else they contain.
+// permit refuses checkpoints that the daemon would refuse.
 func (s restoreSettings) permit(plan *restorePlan) error {
 	if plan.manifest.Runtime == "" && s.CheckpointRestore != "" {
 		if err := state.RestoreMode(s.CheckpointRestore).Permit(plan.mapped()); err != nil {
@@ -170,7 +170,7 @@ func (s restoreSettings) permit(plan *restorePlan) error {
 	return nil
 }
 
-// plan reads what the archive describes.
+// plan reads the archive and makes a plan of the restore.
 func (r *restoreOptions) plan(path string, key *archive.Key) (*restorePlan, error) {
 	from, err := os.Open(path)
 	if err != nil {
@@ -194,7 +194,7 @@ func (r *restoreOptions) plan(path string, key *archive.Key) (*restorePlan, erro
 	return plan, nil
 }
 
-// restore makes the pod and starts its containers. After an error nothing is left.
+// restore makes the pod and starts its containers. After an error it removes everything.
 func (r *restoreOptions) restore(
 	ctx context.Context, c *client.Client, plan *restorePlan, path string,
 ) (id string, err error) {

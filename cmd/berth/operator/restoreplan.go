@@ -20,7 +20,7 @@ import (
 )
 
 // restorePlan is a pod that an archive describes, with the user's changes. The archive may come
-// from anyone, so the plan has no path of the archive's node, except with hostAccess.
+// from anyone, so the plan has no path of the archive's node, unless host access is permitted.
 type restorePlan struct {
 	manifest   *archive.Manifest
 	signer     archive.Signer
@@ -35,7 +35,7 @@ func (p *restorePlan) mapped() bool {
 	return users != nil && users.GetMode() == runtimeapi.NamespaceMode_POD
 }
 
-// podIdentity names a restored pod. Empty fields are those of the archive.
+// podIdentity names a restored pod. Empty fields mean the values in the archive.
 type podIdentity struct{ name, namespace string }
 
 // newRestorePlan decodes the configurations in a manifest.
@@ -155,7 +155,7 @@ func (p *restorePlan) withoutAnnotations() {
 	}
 }
 
-// hostAccess lists what the pod would use of the node, and every weakened restriction.
+// hostAccess lists the node's resources that the pod would use, and every weakened restriction.
 func (p *restorePlan) hostAccess() []string {
 	linux := p.sandbox.GetLinux()
 	security := linux.GetSecurityContext()
@@ -233,7 +233,7 @@ func missing(kind string, defaults, have []string) []string {
 	return []string{kind + strings.Join(rest, ", ")}
 }
 
-// selinuxLabel describes a label that replaces the runtime's: a type such as spc_t confines
+// selinuxLabel describes a label that replaces the runtime's label. A type such as spc_t confines
 // nothing.
 func selinuxLabel(o *runtimeapi.SELinuxOption) []string {
 	if proto.Size(o) == 0 {
@@ -243,7 +243,7 @@ func selinuxLabel(o *runtimeapi.SELinuxOption) []string {
 }
 
 // weakProfile describes a profile that restricts nothing or is a file of the node. It returns
-// nothing for the runtime's default. missing is the profile of a container without one.
+// nothing for the runtime's default. missing is the text for a container without a profile.
 func weakProfile(kind string, p *runtimeapi.SecurityProfile, deprecated, missing string) []string {
 	name := cmp.Or(deprecated, missing)
 	if p != nil {

@@ -155,7 +155,7 @@ func readManifest(cmd *cobra.Command, name string) (manifest []byte, err error) 
 }
 
 // runStatus returns the ExitStatus of a failed run: the failed container's exit code, or 128 plus
-// the signal that ended the run. An interrupt was reported when it came.
+// the signal that ended the run. An interrupt was reported when it arrived.
 func runStatus(err error) error {
 	var failed *podrun.ContainerFailed
 	var interrupt *cli.Interrupted

@@ -45,7 +45,7 @@ func addTLSFlags(cmd *cobra.Command, tls *rest.TLSClientConfig) {
 }
 
 // run connects the command's input and output until the session or ctx ends. offer
-// asks the runtime for a URL. A command that fails is an *cli.ExitStatus without a cause.
+// asks the runtime for a URL. If the command fails, the error is a *cli.ExitStatus without a cause.
 func (s *session) run(ctx context.Context, cmd *cobra.Command,
 	offer func(context.Context) (string, error)) (err error) {
 	options := remotecommand.StreamOptions{Stdout: cmd.OutOrStdout(), Tty: s.terminal}
@@ -73,8 +73,8 @@ func (s *session) run(ctx context.Context, cmd *cobra.Command,
 	return err
 }
 
-// errNoResult is the error of a session whose connection was lost. client-go takes a missing result
-// as success.
+// errNoResult is the error of a session whose connection was lost. client-go treats a missing
+// result as success.
 var errNoResult = errors.New("the connection ended before the result arrived")
 
 // stream runs a session over SPDY. client-go's WebSocket fails if its output is not read for a
@@ -109,8 +109,8 @@ func (s *session) stream(ctx context.Context, offer func(context.Context) (strin
 	return err
 }
 
-// resultUpgrader notes whether a session's result arrives: its error stream has data. From version
-// 4 of the protocol, success has, too.
+// resultUpgrader notes whether a session's result arrives, which is data on its error stream. Since
+// version 4 of the protocol, a successful session also sends a result.
 type resultUpgrader struct {
 	spdy.Upgrader
 	arrived atomic.Bool

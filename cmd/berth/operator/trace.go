@@ -134,7 +134,7 @@ func printTrace(w io.Writer, how *cli.Output, start history.Start) error {
 	return chart.Text(w, columns)
 }
 
-// spansOf are operations as bars on one axis.
+// spansOf returns the bars for operations on one axis.
 func spansOf(operations []trace.Operation) (all []waterfall.Span) {
 	for _, o := range operations {
 		for _, s := range o.Spans {

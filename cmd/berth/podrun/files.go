@@ -30,8 +30,8 @@ func makeFiles(parent, uid string, pod *corev1.Pod) (*files, error) {
 
 func (f *files) hosts() string { return filepath.Join(f.dir, "hosts") }
 
-// writeHosts writes the hosts file. It is world-readable whatever the umask, because any user of a
-// container may read it.
+// writeHosts writes the hosts file. It is world-readable even with a strict umask, because any user
+// of a container may read it.
 func (f *files) writeHosts(content []byte) error {
 	if err := os.WriteFile(f.hosts(), content, 0o644); err != nil {
 		return fmt.Errorf("write hosts file of pod: %w", err)

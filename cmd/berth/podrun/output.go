@@ -14,7 +14,7 @@ import (
 // printer writes lines of several containers, each after the container's name.
 type printer struct {
 	stdout, stderr io.Writer
-	several        bool // there are several pods: the pod's name is before the container's
+	several        bool // several pods run, so the pod's name precedes the container's name
 
 	mu sync.Mutex // serializes lines
 }

@@ -22,8 +22,8 @@ type Restored struct {
 	files *files
 }
 
-// MakeRestored creates the files of a restored pod below parent. uid is empty for a new one. The
-// names are valid names of Kubernetes.
+// MakeRestored creates the files of a restored pod below parent. If uid is empty, it makes a new
+// one. The names are valid names of Kubernetes.
 func MakeRestored(parent, uid, namespace, name string, containers []string) (*Restored, error) {
 	if uid == "" {
 		uid = newUID()

@@ -1,6 +1,6 @@
 // Package podrun runs a file of Pods through a CRI socket. It makes a pod's files, pulls its
 // images, runs its init containers and its containers, and removes everything at the end. Nothing
-// restarts or probes the containers: that needs a kubelet.
+// restarts or probes the containers, because that needs a kubelet.
 //
 // # Contract
 //
@@ -8,8 +8,8 @@
 // their files removed, or with an error that names the remains. Only detached pods stay, until
 // Stop and RemoveFiles.
 //
-// A pod's files are found by its uid: the sandbox has it in its metadata, and the files are in the
-// directory of that name.
+// A pod's files are found by its uid. The sandbox has the uid in its metadata, and the files are in
+// the directory with this name.
 package podrun
 
 import (
@@ -36,7 +36,7 @@ type Config struct {
 	CgroupParent string            // empty: the runtime's default
 	Handler      string            // runtime handler; empty: the default
 	Detach       bool              // return once the containers run
-	Pull         corev1.PullPolicy // instead of the manifest's policies; empty: those
+	Pull         corev1.PullPolicy // replaces the manifest's policies, unless empty
 	Host         podyaml.Host
 
 	Stdout, Stderr io.Writer                        // the containers' output, line by line
@@ -89,9 +89,9 @@ type podRun struct {
 
 // Run runs the pods of a manifest at the same time. When ctx ends it stops the containers within
 // their grace period. When the context now ends, it kills them at once. A container that fails does
-// not stop the other pods; an error that prevents a pod from running does. The error is the first
-// one: the cause of ctx's end, a *ContainerFailed, or the failure of a step. The result has the IDs
-// of detached pods.
+// not stop the other pods. An error that prevents a pod from running does. Run returns the first
+// error: the cause of ctx's end, a *ContainerFailed, or the failure of a step. The result has the
+// IDs of detached pods.
 func Run(ctx, now context.Context, c *client.Client, m *podyaml.Manifest, config Config) (ids []string, err error) {
 	ctx, abort := context.WithCancelCause(ctx)
 	defer abort(nil)
@@ -218,8 +218,8 @@ func interruptedOr(ctx context.Context, err error) error {
 	return err
 }
 
-// startSandbox runs the pod sandbox. An interrupt does not cancel the call, because it is short,
-// and after a cancelled call the sandbox may or may not exist.
+// startSandbox runs the pod sandbox. An interrupt does not cancel the call, because the call is
+// short. After a cancelled call it would be unknown whether the sandbox exists.
 func (r *podRun) startSandbox() error {
 	ctx, cancel := context.WithTimeout(r.life, callTimeout)
 	defer cancel()

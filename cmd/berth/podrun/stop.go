@@ -16,7 +16,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// defaultGrace is the grace period of containers that do not state their pod's.
+// defaultGrace is the grace period of containers that do not have AnnotationGrace.
 const defaultGrace = 30 * time.Second
 
 // drainTimeout bounds the wait for the last output of stopped containers.
@@ -24,7 +24,7 @@ const drainTimeout = 10 * time.Second
 
 // Stop stops the containers of a pod at the same time, within the pod's grace period, and then the
 // pod. At the end of ctx it kills them at once. Containers of Run and of kubelet state the grace
-// period; it is 30 seconds for others.
+// period. For other containers it is 30 seconds.
 func Stop(ctx context.Context, c *client.Client, podID string) error {
 	containers, err := c.ContainersOf(context.WithoutCancel(ctx), podID)
 	if err != nil {

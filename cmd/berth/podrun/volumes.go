@@ -34,8 +34,8 @@ func (f *files) makeVolumes() error {
 
 func (f *files) volumeDir(volume string) string { return filepath.Join(f.dir, "volumes", volume) }
 
-// makeEmptyDir creates the volume's directory with mode 0777. With an fsGroup that group owns it,
-// and new files inherit the group (kubelet's SetVolumeOwnership).
+// makeEmptyDir creates the volume's directory with mode 0777. If there is an fsGroup, this group
+// owns it, and new files inherit the group (kubelet's SetVolumeOwnership).
 func (f *files) makeEmptyDir(v *corev1.Volume) error {
 	dir := f.volumeDir(v.Name)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
@@ -136,7 +136,7 @@ func unmountBelow(path string) error {
 	}
 	for _, at := range slices.Backward(mounts) {
 		if err := unix.Unmount(at, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW); err != nil && !errors.Is(err, unix.EINVAL) {
-			return fmt.Errorf("unmount %s: %w", at, err) // EINVAL: detached with the one above it
+			return fmt.Errorf("unmount %s: %w", at, err) // EINVAL: it was detached together with the mount above it
 		}
 	}
 	if left, err := mountsBelow(real); err != nil || len(left) > 0 {

@@ -9,7 +9,7 @@ import (
 
 const defaultGrace = 30 // seconds, DefaultTerminationGracePeriodSeconds
 
-// setDefaults sets the API server's defaults, except that of restartPolicy.
+// setDefaults sets the API server's defaults, except the default of restartPolicy.
 func setDefaults(pod *corev1.Pod) {
 	spec := &pod.Spec
 	setIfZero(&pod.Namespace, corev1.NamespaceDefault)
@@ -42,7 +42,8 @@ func setContainerDefaults(c *corev1.Container, hostNetwork bool) {
 	}
 }
 
-// defaultPullPolicy returns Always for the tag latest, written or implied, else IfNotPresent.
+// defaultPullPolicy returns Always for the tag latest, written or implied, and IfNotPresent for
+// other tags.
 func defaultPullPolicy(image string) corev1.PullPolicy {
 	name, _, digested := strings.Cut(image, "@")
 	_, tag, tagged := strings.Cut(path.Base(name), ":")

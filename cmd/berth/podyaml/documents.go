@@ -51,7 +51,7 @@ func readObjects(text []byte) ([]object, error) {
 
 // readDocument reads one document. It returns nil for one that has only comments. It refuses
 // duplicate keys, and a document with a second one after "...", because sigs.k8s.io/yaml silently
-// drops the second one.
+// drops the second document.
 func readDocument(document []byte) (*object, error) {
 	var first, second any
 	decoder := goyaml.NewDecoder(bytes.NewReader(document))

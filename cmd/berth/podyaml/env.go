@@ -47,9 +47,9 @@ func (e *environment) keyValues() []*runtimeapi.KeyValue {
 	return out
 }
 
-// environment returns the variables of a container: those of envFrom, then those of env, which
-// replace the former. A value in env may refer to all variables before it, also to those of envFrom
-// (kubelet's makeEnvironmentVariables).
+// environment returns the variables of a container: first those of envFrom, then those of env. A
+// variable in env replaces one of the same name in envFrom. A value in env may refer to all earlier
+// variables, including those of envFrom (kubelet's makeEnvironmentVariables).
 func (p *Plan) environment(c Container) (*environment, error) {
 	env := &environment{values: map[string]string{}}
 	for i := range c.EnvFrom {

@@ -12,9 +12,9 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation"
 )
 
-// checker collects the errors in values of supported fields. Of the values that the API server
-// refuses, it refuses those that would become part of a host path, and those whose error the
-// runtime cannot see in its requests. The runtime refuses the others.
+// checker collects the errors in values of supported fields. It does not refuse every value that
+// the API server refuses. It refuses values that would become part of a host path, and those whose
+// error the runtime cannot see in its requests. The runtime refuses the others.
 type checker struct {
 	pod      *corev1.Pod
 	objects  *Objects

@@ -45,7 +45,7 @@ func (p *Plan) volume(name string) *corev1.Volume {
 }
 
 // EtcHosts returns the content of the pod's hosts file, as kubelet writes it. With hostNetwork it
-// is the host's file, else it has the loopback names and the pod's own.
+// is the host's file. Otherwise it has the loopback names and the pod's own name.
 func (p *Plan) EtcHosts(podIPs []string) []byte {
 	if p.Pod.Spec.HostNetwork {
 		return append([]byte("# The host's hosts file, copied when the pod started.\n"), p.Host.EtcHosts...)

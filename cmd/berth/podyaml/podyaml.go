@@ -7,8 +7,8 @@
 // the fields in honoured, and behaves with them as kubelet and the API server do. It refuses every
 // other field by its path, because that field needs a kubelet.
 //
-// The defaults are those of the API server (pkg/apis/core/v1/defaults.go), with two exceptions:
-// containers do not restart, and an unset seccompProfile is RuntimeDefault, as with kubelet's
+// The defaults are those of the API server (pkg/apis/core/v1/defaults.go), with two exceptions.
+// Containers do not restart. An unset seccompProfile is RuntimeDefault, as with kubelet's
 // --seccomp-default.
 package podyaml
 
@@ -76,7 +76,7 @@ func Parse(text []byte) (*Manifest, error) {
 	return &Manifest{Pods: p.pods, Objects: p.objects}, nil
 }
 
-// parser collects the objects of a file, and the problems of all of them.
+// parser collects the objects of a file and their problems.
 type parser struct {
 	several  bool // the file has several objects, so problems need the object's name
 	objects  *Objects

@@ -53,7 +53,7 @@ func qos(pod *corev1.Pod) corev1.PodQOSClass {
 }
 
 // oomScore returns the container's oom_score_adj (GetContainerOOMScoreAdjust). A larger memory
-// request protects it longer.
+// request protects a container longer.
 func (p *Plan) oomScore(c *corev1.Container) int64 {
 	switch qos(p.Pod) {
 	case corev1.PodQOSGuaranteed:

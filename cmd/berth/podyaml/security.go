@@ -101,8 +101,8 @@ func inherit[T any](field **T, from *T) {
 	}
 }
 
-// containerSecurity translates the effective security context. runAsNonRoot, and runAsGroup without
-// a user, need the image's user.
+// containerSecurity translates the effective security context. runAsNonRoot needs the image's user,
+// and so does runAsGroup if no user is set.
 func (p *Plan) containerSecurity(c Container,
 	image *runtimeapi.Image) (*runtimeapi.LinuxContainerSecurityContext, error) {
 	sc := p.effective(c.Container)

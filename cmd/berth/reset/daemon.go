@@ -31,7 +31,7 @@ func daemonOf(cfg *config.Config) (int, error) {
 	return 0, nil
 }
 
-// lockTimeout is how long a lock may stay taken after its daemon was killed: a child of the daemon
+// lockTimeout is how long a lock may stay taken after its daemon was killed. A child of the daemon
 // keeps the lock between fork and exec.
 const lockTimeout = 500 * time.Millisecond
 

@@ -64,8 +64,8 @@ func remove(ctx context.Context, cfg *config.Config, grace time.Duration, log *s
 // atOnce limits the pods that are removed in parallel.
 const atOnce = 8
 
-// removePods stops all containers with a grace period, and removes the pods. A pod that cannot be
-// removed does not stop the removal of the others.
+// removePods stops all containers with a grace period, and removes the pods. If a pod cannot be
+// removed, the other pods are still removed.
 func removePods(ctx context.Context, m *sandbox.Manager, cfg *config.Config, unknown []ownership.Launch,
 	grace time.Duration) error {
 	containers := map[string][]string{}
@@ -106,8 +106,8 @@ func removePod(ctx context.Context, m *sandbox.Manager, id string, containers []
 	return nil
 }
 
-// left returns the IDs of pods and containers that are not removed yet: those with a record, and
-// those without that have files or a network namespace.
+// left returns the IDs of pods and containers that are not removed yet. They have a record, or
+// files, or a network namespace.
 func left(m *sandbox.Manager, cfg *config.Config, unknown []ownership.Launch) ([]string, error) {
 	ids, err := state.IDs(cfg.Root)
 	if err != nil {
@@ -153,7 +153,7 @@ func removeMounts(cfg *config.Config) error {
 		return err
 	}
 	for _, point := range slices.Backward(f.mounts) {
-		// Lazily: a process that looks into the directory must not keep the mount.
+		// The unmount is lazy, so that a process with an open file there does not prevent it.
 		err := unix.Unmount(point, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
 		if err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, fs.ErrNotExist) { // gone with an outer mount
 			return fmt.Errorf("unmount %s: %w", point, err)

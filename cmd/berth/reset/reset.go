@@ -67,7 +67,8 @@ stop berth.socket berth.service", or let --stop-daemon stop it.`,
 	return cmd
 }
 
-// run prints a list of berth's parts on the node. It removes them unless this is a dry run.
+// run prints a list of berth's parts on the node. It removes the listed things, unless this is a
+// dry run.
 func (o *options) run(ctx context.Context, cfg *config.Config, in io.Reader, out io.Writer) error {
 	found, err := survey(cfg)
 	if err != nil {

@@ -24,7 +24,7 @@ import (
 	"berth/sandbox/state"
 )
 
-// found lists what berth has on this node, each thing as one line of text.
+// found lists everything that berth has on this node, each thing as one line of text.
 type found struct {
 	pods    []string
 	images  int
@@ -189,8 +189,8 @@ func directories(cfg *config.Config) []string {
 	return []string{cfg.Root, cfg.State, rootPlace(cfg)}
 }
 
-// stays reports whether the administrator made the directory: it is a mount point, or path is a
-// symbolic link to it.
+// stays reports whether the administrator has made the directory. That is so if it is a mount
+// point, or if path is a symbolic link to it.
 func stays(path string) bool {
 	if target, err := os.Readlink(path); err == nil && target != "" {
 		return true

@@ -72,7 +72,7 @@ func (d text) cell(at time.Duration) int {
 	return int(float64(8*d.bars) * float64(at) / float64(d.until))
 }
 
-// bar draws a span. Its end is exact to an eighth of a column, its start to a column.
+// bar draws a span. The end of a bar is exact to an eighth of a column, and its start to a column.
 func (d text) bar(s bar) string {
 	from, to := d.cell(s.Start), d.cell(s.End)
 	column := min(from/8, d.bars-1)

@@ -30,12 +30,12 @@ type Chart struct {
 	Title string
 	Spans []Span
 
-	// Fold is the maximum length of a time without any span. A longer one is folded into a mark. 0
+	// Fold is the maximum length of a time without any span. A longer time is folded into a mark. 0
 	// means no limit.
 	Fold time.Duration
 	// Hide is the minimum length of a drawn span. Spans without a parent are always drawn.
 	Hide time.Duration
-	// Lost is the number of spans that were not recorded. The drawing names it.
+	// Lost is the number of spans that were not recorded. The drawing shows this number.
 	Lost int
 }
 

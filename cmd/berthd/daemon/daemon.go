@@ -61,8 +61,8 @@ import (
 // setUpProcess sets process attributes that must not depend on the parent process.
 func setUpProcess() {
 	unix.Umask(0o022) // berth sets modes that matter to containers explicitly
-	// The daemon must survive a log without a reader. SIGPIPE is caught rather than ignored,
-	// because containers would inherit ignored signals; execve resets caught ones.
+	// The daemon must survive a log without a reader. SIGPIPE is caught and not ignored, because
+	// containers would inherit an ignored signal. execve resets caught signals.
 	signal.Notify(make(chan os.Signal, 1), unix.SIGPIPE)
 	// The heap is small and mostly idle. Collecting twice as often as Go's default costs no
 	// noticeable CPU and halves the garbage.
@@ -185,7 +185,7 @@ type assembly struct {
 	metrics  *exporter.Exporter
 	unpacker *process.Program                // nil before openImages
 	servers  *exporter.Servers               // nil before serveMetrics
-	pods     atomic.Pointer[sandbox.Manager] // nil before openPods; pulls read it
+	pods     atomic.Pointer[sandbox.Manager] // nil before openPods; read by pulls
 	names    *sandbox.Names
 	log      *slog.Logger
 }
@@ -280,7 +280,7 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 }
 
 // retireOwnNetwork removes what an earlier configuration's built-in network has left on the node,
-// as soon as no pod uses it. It returns the function to call after each run of a plugin.
+// as soon as no pod uses it. The caller calls the returned function after each run of a plugin.
 func (a *assembly) retireOwnNetwork() (ran func(plugin, verb string, took time.Duration, err error)) {
 	released := make(chan struct{}, 1)
 	released <- struct{}{} // the last pod may have ended before this start
@@ -313,13 +313,13 @@ func (a *assembly) retireOwnNetwork() (ran func(plugin, verb string, took time.D
 	}
 }
 
-// openPods restores all pods and containers, and then deletes layers that none of them needs.
+// openPods restores all pods and containers, and then deletes layers that no container needs.
 func (a *assembly) openPods(ctx context.Context, n *node.Node, puller *pull.Puller,
 	network *cni.Network, plugins *nri.Plugins) (*sandbox.Manager, error) {
 	cfg := sandboxConfig(a.cfg, n, a.waits, a.log)
 	cfg.Names = a.names
 	cfg.Observer, cfg.Unpacker, cfg.LayersLost = a.metrics, a.unpacker, puller.Store().Lazy().Lost()
-	if plugins != nil { // else the interface must be nil, too
+	if plugins != nil { // if the pointer is nil, the interface must be nil, too
 		cfg.Plugins = plugins
 	}
 	cfg.PullPause = func(ctx context.Context, ref string) (*image.Image, error) { return puller.Pull(ctx, ref, nil) }
@@ -399,7 +399,7 @@ func notify(log *slog.Logger, state string) {
 }
 
 // takeDirectories locks the root and state directories. claim refuses them if they do not belong to
-// the node's pods. Nothing else is read or written before.
+// the node's pods. No other file is read or written before.
 func (a *assembly) takeDirectories(claim func(state.Dirs, *slog.Logger) error) error {
 	if err := lockDirectories(a.cfg, a.closing); err != nil {
 		return err
@@ -587,7 +587,7 @@ func serverConfig(settings func() any, n *node.Node, network *cni.Network, sessi
 // enough that successive requests still find warm caches and pages.
 const restTime = 3 * time.Second
 
-// images are the store and what pulls into it, for the server.
+// images has the image store and the Puller, for the server.
 type images struct {
 	*image.Store
 	*pull.Puller

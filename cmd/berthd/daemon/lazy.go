@@ -14,14 +14,14 @@ import (
 )
 
 // lazyConfig returns the options of layers that are used before they are complete. It takes the
-// events of these layers from the monitors that have kept them for the next daemon.
+// events of these layers from the monitors, which have kept them for this daemon.
 func (a *assembly) lazyConfig(budget memory.Budget) (lazy.Config, error) {
 	dirs := state.Dirs{Root: a.cfg.Root, State: a.cfg.State}
 	kept, err := shim.KeptFiles(dirs.Shim(""), isFanotify)
-	if err != nil { // without files it is as if the processes had died
+	if err != nil { // if there are no files, the layers are treated as if the monitors had died
 		a.log.Warn("ask monitors for the events of incomplete layers", "found", kept != nil, "error", err)
 	}
-	// The directory is empty. It exists before the first layer does: see state.Dirs.Prepare.
+	// The directory is empty. It exists before the first layer, see state.Dirs.Prepare.
 	root := dirs.EmptyLayer()
 	return lazy.Config{
 		Policy:   a.cfg.LazyPolicy,

@@ -9,8 +9,8 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// libraryLog forwards what libraries (opencontainers/cgroups, ttrpc) log through logrus, so that
-// the daemon's log has one format.
+// libraryLog forwards messages that libraries (opencontainers/cgroups, ttrpc) log through logrus,
+// so that the daemon's log has one format.
 type libraryLog struct{ log *slog.Logger }
 
 // captureLibraryLog redirects the messages of logrus and klog to log.
@@ -30,8 +30,8 @@ func (d debugOnly) Enabled(ctx context.Context, _ slog.Level) bool {
 	return d.Handler.Enabled(ctx, slog.LevelDebug)
 }
 
-// Handle implements slog.Handler. It checks the level, because logr passes errors on without doing
-// so.
+// Handle implements slog.Handler. It checks the level, because logr passes on errors without a
+// check.
 func (d debugOnly) Handle(ctx context.Context, r slog.Record) error {
 	if !d.Enabled(ctx, r.Level) {
 		return nil

@@ -12,9 +12,9 @@ import (
 )
 
 // Offline opens the pods of a stopped daemon, calls use, and closes them. It continues unfinished
-// work as a daemon does, but serves nothing, starts no NRI plugins and keeps no launchers ready. It
-// also removes pods that run and that root does not know, which a daemon refuses to do. It fails
-// with FailedPrecondition while a daemon uses the directories of cfg.
+// work as a daemon does, but serves no client, starts no NRI plugins and keeps no launchers ready.
+// It also removes running pods that have no record below root. A daemon refuses to remove them. It
+// fails with FailedPrecondition while a daemon uses the directories of cfg.
 func Offline(
 	ctx context.Context, cfg *config.Config, log *slog.Logger, use func(context.Context, *sandbox.Manager) error,
 ) (err error) {

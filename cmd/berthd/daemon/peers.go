@@ -43,7 +43,7 @@ func (a *assembly) openPeers(images *pull.Puller) {
 }
 
 // exchange begins the exchange of layers and ends it. A failure, such as a missing certificate,
-// must not stop the daemon: pulls use registries until a later attempt succeeds. Only one goroutine
+// must not stop the daemon. Pulls use registries until a later attempt succeeds. Only one goroutine
 // may use it at a time.
 type exchange struct {
 	open func() (*peers.Peers, error)

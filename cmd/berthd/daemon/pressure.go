@@ -5,11 +5,11 @@ import (
 	"berth/internal/cgroup"
 )
 
-// unifiedRoot is where cgroup v2 is mounted. With v1 it has no pressure files.
+// unifiedRoot is where cgroup v2 is mounted. A v1 cgroup has no pressure files.
 const unifiedRoot = "/sys/fs/cgroup"
 
-// pressureResources are the resources of pods that pulls may take. Processor time is not among
-// them: a pod that reaches its own limit waits for it too.
+// pressureResources are the resources of pods that pulls may take. The pressure of processor time
+// is not used, because it also rises if a pod reaches its own limit.
 var pressureResources = []string{"io", "memory"}
 
 // podPressure returns the pressure of the cgroups that contain all pods, such as kubepods.slice.

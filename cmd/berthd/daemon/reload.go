@@ -58,7 +58,8 @@ func (r *reloader) use(p parts, a *assembly) {
 	r.servers, r.reloaded = a.servers, a.metrics.Reloaded
 }
 
-// request asks for a reload. It does not block. Requests before a reload starts are one request.
+// request asks for a reload. It does not block. Several requests before a reload starts count as
+// one.
 func (r *reloader) request() {
 	select {
 	case r.requests <- struct{}{}:
@@ -129,11 +130,12 @@ func (r *reloader) apply(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	moveMetrics, err := r.servers.Prepare(next.MetricsAddress) // the last one: it must be applied
+	moveMetrics, err := r.servers.Prepare(next.MetricsAddress) // the last request, which must be applied
 	if err != nil {
 		return err
 	}
-	// Nothing is refused from here on, so Status shows next even if a program cannot be probed.
+	// From here on the reload cannot be refused, so Status shows next even if a program cannot be
+	// probed.
 	r.running.Store(next)
 	r.level.Set(level)
 	setImages()
@@ -166,10 +168,10 @@ func (r *reloader) checkDirectories(running, read *config.Config) error {
 		" not know them, and nothing would stop them. Remove all pods first")
 }
 
-// Check returns an error if a daemon would refuse a valid configuration: because of the files that
-// it names, of names of images and networks in it, or of pods that run and do not belong to its
-// directories, which only root can see. A daemon without usable files of peers starts, but Check
-// reports them, too. It changes nothing.
+// Check returns an error if a daemon would refuse a valid configuration. It checks the files,
+// images and networks that the configuration names. As root, it also checks whether pods run that
+// do not belong to the configuration's directories. A daemon also starts if the files of peers
+// cannot be used, but Check reports them. It changes nothing.
 func Check(cfg *config.Config) error {
 	_, network := node.NetworkConfig(cfg, nil)
 	err := errors.Join(imageSettings(cfg).Check(), network, checkPeers(cfg), checkSeccomp(cfg))

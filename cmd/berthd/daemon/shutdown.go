@@ -11,12 +11,13 @@ const (
 	// stopTimeout bounds the shutdown after the signal. systemd kills the daemon after
 	// TimeoutStopSec.
 	stopTimeout = 35 * time.Second
-	// lateTimeout is how long a step may run past that timeout, to start or to react to it.
+	// lateTimeout is how much longer a step may run past that timeout, to start or to react to the
+	// end of its context.
 	lateTimeout = time.Second
 )
 
-// shutdown is the time limit of the shutdown. All parts share it, because each part's own limit
-// would exceed systemd's. It starts with the first call of deadline.
+// shutdown is the time limit of the shutdown. All parts share one limit, because separate limits
+// together would exceed systemd's. It starts with the first call of deadline.
 type shutdown struct{ deadline func() time.Time }
 
 func newShutdown(timeout time.Duration) shutdown {
@@ -42,7 +43,7 @@ func (s shutdown) within(step func(context.Context) error) func() error {
 	}
 }
 
-// closer is within for a step without a context.
+// closer does the same as within, for a step without a context.
 func (s shutdown) closer(step func() error) func() error {
 	return s.within(func(context.Context) error { return step() })
 }

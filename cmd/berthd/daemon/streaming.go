@@ -83,16 +83,17 @@ const (
 )
 
 // tlsFiles are the files of certificates and key, with the last usable configuration. The server
-// keeps using that one while the files are invalid, for example during a rotation.
+// keeps using the last valid certificate while the files are invalid, for example during a
+// rotation.
 type tlsFiles struct {
 	cfg  *config.Config
 	log  *slog.Logger
 	now  func() time.Time
 	last atomic.Pointer[tls.Config]
 
-	mu      sync.Mutex // held by the goroutine that checks the files; others do not wait for it; guards the fields below
+	mu      sync.Mutex // held by the goroutine that checks the files; other goroutines do not wait for it; guards the fields below
 	looked  time.Time
-	version string // identity of the files that last came from; empty: they may have changed since
+	version string // identity of the files that last was read from; empty: they may have changed since
 }
 
 // current returns the configuration for a connection.
@@ -161,8 +162,8 @@ func readStreamTLS(cfg *config.Config) (*tls.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("stream.tls_cert and stream.tls_key: %w", err)
 	}
-	// Session tickets are off: they would admit clients of a certificate authority that has been
-	// removed.
+	// Session tickets are off, because they would admit clients of a certificate authority that has
+	// been removed.
 	t := &tls.Config{
 		Certificates:           []tls.Certificate{certificate},
 		MinVersion:             tls.VersionTLS12,

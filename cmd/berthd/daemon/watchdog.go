@@ -17,10 +17,10 @@ import (
 	"berth/server"
 )
 
-// startWatchdog feeds systemd's watchdog, if the unit sets WatchdogSec, for a daemon that serves
-// CRI on listener and records its waits in waits. The daemon counts as healthy while it answers on
-// its own socket and its watch of waits makes progress. If it does not report for WatchdogSec,
-// systemd aborts and restarts it. The abort logs all stacks, and containers keep running.
+// startWatchdog feeds systemd's watchdog, if the unit sets WatchdogSec. The daemon serves CRI on
+// listener and records its waits in waits. The daemon counts as healthy while it answers on its own
+// socket and its watch of waits makes progress. If it does not report for WatchdogSec, systemd
+// aborts and restarts it. The abort logs all stacks, and containers keep running.
 //
 // startWatchdog calls checked with the result of each check. It ends when stop is called or ctx
 // ends. During a shutdown TimeoutStopSec applies instead. stop waits for the end.

@@ -22,7 +22,7 @@ import (
 const DebugSocket = "debug.sock"
 
 const (
-	// maxScrapes is the number of scrapes at a time. Further ones get the status 503.
+	// maxScrapes is the number of scrapes at a time. Further requests get the status 503.
 	maxScrapes = 3
 	// maxConnections is the number of connections to one address. Others have to wait.
 	maxConnections = 32
@@ -39,12 +39,12 @@ type Servers struct {
 	log      *slog.Logger
 	debug    *httpServer
 	address  string
-	public   *httpServer // serves address; nil if that is empty
+	public   *httpServer // serves address; nil if address is empty
 }
 
-// Listen serves on the debug socket in the directory state, until Close. It also serves on address
-// if that is not empty: an IP address and port, or a unix:// URL. Only the debug socket serves
-// profiles.
+// Listen serves on the debug socket in the directory state, until Close. If address is not empty,
+// it also serves on address, which is an IP address and port, or a unix:// URL. Only the debug
+// socket serves profiles.
 func (e *Exporter) Listen(state, address string, log *slog.Logger) (_ *Servers, err error) {
 	s := &Servers{exporter: e, log: log}
 	socket, err := server.ListenForRoot(filepath.Join(state, DebugSocket), log)
@@ -60,9 +60,9 @@ func (e *Exporter) Listen(state, address string, log *slog.Logger) (_ *Servers, 
 	return s, nil
 }
 
-// Prepare opens an address for metrics. apply serves on it and closes the present one. The caller
-// must call apply. After an error the present address stays. An address whose port is in use by the
-// present one, such as 0.0.0.0:9464 after 127.0.0.1:9464, is an error.
+// Prepare opens an address for metrics. apply serves on it and closes the present address. The
+// caller must call apply. After an error the present address stays. It is an error if the present
+// address uses the same port, for example 0.0.0.0:9464 after 127.0.0.1:9464.
 func (s *Servers) Prepare(address string) (apply func(), err error) {
 	if address == s.address {
 		return func() {}, nil

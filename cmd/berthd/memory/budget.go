@@ -25,17 +25,18 @@ const (
 	maxBudget = 2 << 30
 	// ownShare is the daemon's part of the budget. The rest is for berth-unpack.
 	ownShare = 0.5
-	// unpackerShare is what one berth-unpack may need, in bytes, besides an unusually large zstd
-	// window or tree. One half does not depend on the layer, the other is its part of workShare.
+	// unpackerShare is the memory that one berth-unpack may need, in bytes, in addition to an
+	// unusually large zstd window or tree. One half does not depend on the layer. The other half is
+	// its part of workShare.
 	unpackerShare = 32 << 20
 	// aheadShare is the part of the daemon's share that blobs fetched ahead may use.
 	aheadShare = 0.25
 	// mergeShare is the part of the daemon's share that merging the layers of an image may use.
 	mergeShare = 0.25
-	// lazyShare is the part of the daemon's share that layers may use that are fetched after pulls.
+	// lazyShare is the part of the daemon's share for layers that are fetched after pulls.
 	lazyShare = 0.25
 	// workShare is the part of berth-unpack's share that all these processes together may keep
-	// live. Garbage adds half as much, and half of unpackerShare per process takes the rest.
+	// live. Garbage adds half as much. The rest is for half of unpackerShare per process.
 	workShare = 1. / 3
 )
 
@@ -68,8 +69,8 @@ func SetLimit(log *slog.Logger) Budget {
 	return budget
 }
 
-// Unpackers returns how many layers may be unpacked at a time. Each takes one process in the
-// daemon's cgroup. 0 selects the default of package budget.
+// Unpackers returns how many layers may be unpacked at a time. Each concurrent unpacking takes one
+// process in the daemon's cgroup. 0 selects the default of package budget.
 func (b Budget) Unpackers() int {
 	if b == 0 {
 		return 0

@@ -7,7 +7,7 @@ import (
 )
 
 // IdleTrimmer releases memory after the daemon's start and after changes, once nothing has changed
-// for a while. While nothing changes no timer runs.
+// for a while. No timer runs while nothing changes.
 type IdleTrimmer struct {
 	changed chan struct{} // capacity 1: a change has begun or ended since run's last check
 	stop    chan struct{}
@@ -21,11 +21,11 @@ type IdleTrimmer struct {
 // change is an operation in progress.
 type change struct{ began time.Time }
 
-// maxChange is how long a change in progress delays a release. Longer ones mostly wait: for a grace
-// period, which can take an hour, or for a registry.
+// maxChange is how long a change in progress delays a release. A longer change mostly waits for a
+// grace period, which can take an hour, or for a registry.
 const maxChange = 30 * time.Second
 
-// NewIdleTrimmer returns a trimmer that calls release when no change has begun or ended for the
+// NewIdleTrimmer returns a trimmer. It calls release when no change has begun or ended for the
 // duration rest, and no change younger than maxChange is in progress. Its start counts as a change.
 // Close stops it.
 func NewIdleTrimmer(rest time.Duration, release func() error, log *slog.Logger) *IdleTrimmer {
@@ -39,8 +39,8 @@ func NewIdleTrimmer(rest time.Duration, release func() error, log *slog.Logger) 
 	return t
 }
 
-// Changing records that a change begins; the caller calls done when it has ended. Neither waits for
-// a release in progress.
+// Changing records that a change begins; the caller calls done when it has ended. Neither call
+// waits for a release in progress.
 func (t *IdleTrimmer) Changing() (done func()) {
 	c := &change{time.Now()}
 	t.mu.Lock()
@@ -59,7 +59,7 @@ func (t *IdleTrimmer) Changing() (done func()) {
 func (t *IdleTrimmer) restart() {
 	select {
 	case t.changed <- struct{}{}:
-	default: // run has not seen the previous one yet
+	default: // run has not seen the previous change yet
 	}
 }
 

@@ -19,8 +19,8 @@ import (
 const noLimit = math.MaxInt64 &^ (1<<20 - 1)
 
 // OwnLimit returns the smallest memory limit, in bytes, of this process's cgroup and its ancestors.
-// It returns 0 without a limit or a memory controller. root is the directory that contains proc and
-// sys, "/" outside tests.
+// It returns 0 if there is no limit or no memory controller. root is the directory that contains
+// proc and sys, "/" outside tests.
 func OwnLimit(root string) (int64, error) {
 	paths, err := cgroups.ParseCgroupFile(filepath.Join(root, "proc/self/cgroup"))
 	if err != nil {

@@ -19,8 +19,8 @@ import (
 // program, and the kernel maps 64 KiB around each page that a fault touches. Of the 16 MB mapped
 // after the start, an idle daemon needs 5 (measured with Linux 6.18).
 //
-// The pages stay in the page cache, where the kernel can reclaim them cheaply. Touching one again
-// costs a minor fault.
+// The pages stay in the page cache, where the kernel can reclaim them cheaply. The next access of
+// such a page costs a minor fault.
 func Release() error {
 	debug.FreeOSMemory()
 	smaps, err := os.Open("/proc/self/smaps")

@@ -5,8 +5,8 @@
 // host-local keeps one file per address in use. The file's content is the container ID and the
 // interface. The plugin syncs no file and has no GC. After a power failure the newest files are
 // empty, so no DEL finds them and their addresses would be lost. ReleaseOrphans removes such files.
-// That is safe because host-local writes the container ID before it releases its lock, and
-// ReleaseOrphans holds that lock. ReleaseOrphans never changes files with a container ID.
+// This is safe, because ReleaseOrphans holds host-local's lock, and host-local writes the container
+// ID before it releases the lock. ReleaseOrphans never changes files with a container ID.
 package hostlocal
 
 import (
@@ -48,8 +48,8 @@ var _ cni.IPAMReader = Reader{}
 
 func (r Reader) defaultDir() string { return cmp.Or(r.DefaultDir, defaultDir) }
 
-// dirs returns the directories that may hold a network's addresses. They include the default
-// directory, because some plugins execute host-local with a configuration that the list does not
+// dirs returns the directories that may hold a network's addresses. The directories include the
+// default, because some plugins execute host-local with a configuration that the list does not
 // show.
 func (r Reader) dirs(list *libcni.NetworkConfigList) []string {
 	dirs := []string{filepath.Join(r.defaultDir(), list.Name)}
@@ -159,7 +159,7 @@ func releaseOrphans(ctx context.Context, dir string, log *slog.Logger) error {
 		return err
 	}
 	defer unlock()
-	if orphans, err = findOrphans(dir); err != nil { // without the lock, host-local may have been writing some of them
+	if orphans, err = findOrphans(dir); err != nil { // before the lock was held, host-local may have been writing some of the files
 		return err
 	}
 	for _, path := range orphans {

@@ -7,13 +7,14 @@
 // its addresses, container ID and interface. So one filesystem operation reserves or releases all
 // addresses of an attachment, and a crash cannot split it. A file that a power failure empties is
 // still valid. The package does not sync files, because no pod survives a power failure. If the
-// creation was lost, so was the pod. If the removal was lost, the next DEL or GC repeats it.
+// creation was lost, so was the pod. If a power failure has undone the removal, the next DEL or GC
+// repeats it.
 //
 // The file's content is a note of the owner. After a power failure it may be damaged.
 //
 // Writers hold the lock, flock on the file "lock". Readers need no lock. A released address is
-// reused as late as possible: the search starts after the last assigned address, which the file
-// "last" contains. Without a valid "last" it starts at the beginning of the range.
+// reused as late as possible. The search starts after the last assigned address, which is in the
+// file "last". If this file is invalid, the search starts at the beginning of the range.
 package addresses
 
 import (
@@ -125,7 +126,7 @@ func (s *Store) CheckLock() error {
 	return nil
 }
 
-// Reserve assigns one address of each range to an attachment: a preferred one if that is in the
+// Reserve assigns one address of each range to an attachment: a preferred address if it is in the
 // range and free. Errors: ErrExists, ErrFull, and errors of the filesystem.
 func (s *Store) Reserve(ctx context.Context, id, ifName string, ranges []conf.Range,
 	preferred []netip.Addr) (Reservation, error) {
@@ -201,7 +202,7 @@ func free(r conf.Range, used map[netip.Addr]bool, last []netip.Addr) (netip.Addr
 		}
 	}
 	ip := start
-	for range len(used) + 1 { // more steps than used addresses always find a free one
+	for range len(used) + 1 { // if there are more steps than used addresses, one of them finds a free address
 		if !used[ip] {
 			return ip, true
 		}
@@ -300,7 +301,7 @@ func (s *Store) Noted(r Reservation) ([]byte, error) {
 	return note, nil
 }
 
-// Note is a reservation with its note.
+// Note has a reservation and its note.
 type Note struct {
 	Reservation
 	Note []byte

@@ -43,7 +43,8 @@ const (
 // CapabilityRanges is the capability for ranges of addresses.
 const CapabilityRanges = "ipRanges"
 
-// removed are keys that Parse refuses, and what to do instead. Earlier versions had them.
+// removed are keys of earlier versions, which Parse refuses, with the text that says what to do
+// instead.
 var removed = map[string]string{
 	"checkSource": "remove it, and drop NET_RAW from pods, or use a network plugin that checks source addresses",
 	"isolation":   "remove it, and block traffic by nftables rules of your own or by a network plugin with NetworkPolicy",
@@ -58,7 +59,8 @@ type Net struct {
 	// of pods, at most one per family; the bridge has the first address
 	Subnets []netip.Prefix `json:"subnets,omitempty"`
 	Routes  []Route        `json:"routes,omitempty"` // of pods, through the bridge; nil: default routes
-	// replace pods' source addresses by the node's in packets to other networks; default true
+	// replace pods' source addresses by the node's address in packets to other networks; default
+	// true
 	Masquerade   *bool          `json:"masquerade,omitempty"`
 	NoMasquerade []netip.Prefix `json:"noMasquerade,omitempty"` // destinations without masquerading
 	// let the bridge send a packet back through its port; default true
@@ -69,7 +71,7 @@ type Net struct {
 		PortMappings []PortMapping `json:"portMappings,omitempty"`
 		IPRanges     [][]IPRange   `json:"ipRanges,omitempty"`
 		Bandwidth    Bandwidth     `json:"bandwidth,omitzero"`
-		PreferredIPs []netip.Addr  `json:"preferredIPs,omitempty"` // assigned where they are free; for restored pods
+		PreferredIPs []netip.Addr  `json:"preferredIPs,omitempty"` // assigned if they are free; for restored pods
 	} `json:"runtimeConfig,omitempty"`
 
 	Valid []types.GCAttachment `json:"-"` // attachments that GC keeps
@@ -91,8 +93,8 @@ type PortMapping struct {
 	HostIP        string `json:"hostIP,omitempty"`
 }
 
-// Bandwidth is the value of the capability bandwidth. Rates are in bits per second, bursts in bits;
-// 0 means no limit. Ingress is traffic to the pod.
+// Bandwidth is the value of the capability bandwidth. Rates are in bits per second, and bursts in
+// bits. 0 means no limit. Ingress is traffic to the pod.
 type Bandwidth struct {
 	IngressRate  uint64 `json:"ingressRate,omitempty"`
 	IngressBurst uint64 `json:"ingressBurst,omitempty"`
@@ -112,7 +114,7 @@ type IPRange struct {
 type Range struct {
 	Subnet      netip.Prefix // masked
 	First, Last netip.Addr   // inclusive
-	Gateway     netip.Addr   // the bridge's, never assigned
+	Gateway     netip.Addr   // the bridge's address, which is never assigned
 }
 
 // Port is a host port. An invalid HostIP means all of the node's addresses.
@@ -153,8 +155,8 @@ func refuseRemoved(data []byte) error {
 	return nil
 }
 
-// ParseNames decodes only the names and directories, for DEL. ADD creates nothing with a
-// configuration that it refuses, so such a configuration must not block the removal of a pod.
+// ParseNames decodes only the names and directories, for DEL. If ADD refuses a configuration, it
+// creates nothing. So such a configuration must not block the removal of a pod.
 func ParseNames(data []byte) (*Net, error) {
 	var names struct {
 		types.NetConf
@@ -263,10 +265,10 @@ func (n *Net) routes() error {
 	return nil
 }
 
-// Masquerades returns Masquerade or its default.
+// Masquerades returns Masquerade, or the default if it is not set.
 func (n *Net) Masquerades() bool { return n.Masquerade == nil || *n.Masquerade }
 
-// Hairpins returns Hairpin or its default.
+// Hairpins returns Hairpin, or the default if it is not set.
 func (n *Net) Hairpins() bool { return n.Hairpin == nil || *n.Hairpin }
 
 // Dir returns the directory of the network's addresses.

@@ -40,16 +40,16 @@ type Description struct {
 	InUse    []netip.Addr // addresses of pods; their gateways stay
 }
 
-// Errors of MakeBridge; the first two also of CheckBridge.
+// Errors of MakeBridge. CheckBridge returns only the first two.
 var (
 	ErrTaken   = errors.New("the bridge belongs to another network")
 	ErrOverlap = errors.New("the subnet overlaps with another network of the node")
 	ErrQuicker = errors.New("another program has just made the bridge")
 )
 
-// A bridge's alias contains the key of its network, and one of these prefixes. They show whether
-// the network created the bridge or found it without an owner. A network removes no address from a
-// bridge that it found.
+// A bridge's alias contains the key of its network, and one of these prefixes. The prefix shows
+// whether the network created the bridge, or took over a bridge that had no owner. A network
+// removes no address from a bridge that it found.
 const (
 	madeBy  = "berth-net bridge of "
 	foundBy = "berth-net bridge found by "
@@ -137,7 +137,7 @@ func (b *Bridge) Obsolete(d *Description) (some []netip.Prefix) {
 
 // MakeBridge creates the bridge as described and enables forwarding on the node. An existing bridge
 // keeps its MTU. It keeps its addresses unless the network created it. The caller holds Lock
-// exclusively. Errors: as CheckBridge, and ErrQuicker if the caller should try again.
+// exclusively. It returns the errors of CheckBridge, and ErrQuicker if the caller should try again.
 func MakeBridge(d *Description) (*Bridge, error) {
 	b, err := d.find()
 	if err != nil {
@@ -234,9 +234,9 @@ func (b *Bridge) claim(network string) error {
 	message.Index = int32(b.Index) // the inspected device, even if another device has its name now
 	parts := []nl.NetlinkRequestData{message, nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(alias))}
 	if b.alias == "" && b.isOurs() {
-		// The MTU is set in a separate request. If the request that creates the bridge sets it, the
-		// kernel resets it to Ethernet's when the last port is removed (br_mtu_auto_adjust, Linux
-		// 4.17).
+		// The MTU is set in a separate request. If the request that creates the bridge sets the
+		// MTU, the kernel resets it to Ethernet's default when the last port is removed
+		// (br_mtu_auto_adjust, Linux 4.17).
 		parts = append(parts, number(unix.IFLA_MTU, b.MTU))
 	}
 	var host batch
@@ -251,7 +251,7 @@ func (b *Bridge) claim(network string) error {
 }
 
 // newBridge creates a bridge that is down and has no alias. The kernel ignores an alias in the
-// request that creates a device. A second request would set it by name, and could change a bridge
+// request that creates a device. A second request would name the bridge, and could change a bridge
 // that another program has created meanwhile (ErrQuicker). So claim sets the alias later. If the
 // process dies before that, the hardware address shows that berth-net created the bridge. With a
 // fixed hardware address the kernel also does not change the address with each port.
@@ -284,7 +284,7 @@ func newBridge(d *Description) (*Bridge, error) {
 // bridgeMAC derives the hardware address from the name and the machine ID. So a recreated bridge
 // has the same address for existing pods.
 func bridgeMAC(name string) net.HardwareAddr {
-	// without a machine ID all nodes have the same address, each on its own bridge
+	// if there is no machine ID, all nodes have the same address, each on its own bridge
 	machine, _ := os.ReadFile("/etc/machine-id")
 	sum := sha256.Sum256(append(bytes.TrimSpace(machine), name...))
 	return append(net.HardwareAddr{sum[0]&^1 | 2}, sum[1:6]...)
@@ -345,7 +345,7 @@ func (b *Bridge) setUp(gateways, obsolete []netip.Prefix) error {
 }
 
 // checkOverlap returns ErrOverlap if another interface than the bridge has an address in a subnet,
-// or a route to a part or all of a subnet. bridge is nil if the bridge does not exist yet. A route
+// or a route to a subnet or a part of it. If the bridge does not exist yet, bridge is nil. A route
 // to a larger network, such as all pods of a cluster, is no overlap unless it leads to another
 // network's bridge.
 func checkOverlap(subnets []netip.Prefix, bridge *Bridge) error {
@@ -401,7 +401,8 @@ func checkOverlap(subnets []netip.Prefix, bridge *Bridge) error {
 	return nil
 }
 
-// containing returns the first subnet that contains all of p, an invalid prefix without one.
+// containing returns the first subnet that contains all of p, or an invalid prefix if there is
+// none.
 func containing(subnets []netip.Prefix, p netip.Prefix) netip.Prefix {
 	for _, s := range subnets {
 		if s.Bits() <= p.Bits() && s.Contains(p.Addr()) {
@@ -486,7 +487,7 @@ func IPv6Off() bool {
 }
 
 // keepRouters makes the node continue to learn routes from router advertisements. An interface with
-// forwarding ignores them unless accept_ra is 2.
+// forwarding ignores router advertisements unless accept_ra is 2.
 func keepRouters() error {
 	if forwards, err := os.ReadFile(ipv6 + "/conf/all/forwarding"); err != nil ||
 		!bytes.Equal(bytes.TrimSpace(forwards), []byte("0")) {

@@ -37,8 +37,8 @@ func dump[T any](ask func() ([]T, error)) (all []T, err error) {
 	return nil, err
 }
 
-// addressesOf returns the IPv4 and IPv6 addresses of an interface with their prefix lengths. For a
-// missing interface the error wraps ENODEV; before Linux 4.20 the list is empty instead.
+// addressesOf returns the IPv4 and IPv6 addresses of an interface with their prefix lengths. If the
+// interface is missing, the error wraps ENODEV. Before Linux 4.20 the list is empty in this case.
 func addressesOf(index int) (all []netip.Prefix, err error) {
 	messages, err := dump(func() ([][]byte, error) { return askAddresses(index) })
 	if err != nil {
@@ -61,7 +61,7 @@ func addressesOf(index int) (all []netip.Prefix, err error) {
 // interfaces, which need many pieces on a node whose proxy has an address per service (kube-ipvs0).
 func askAddresses(index int) ([][]byte, error) {
 	// Subscribe without groups returns a private socket in the thread's namespace. The option below
-	// needs a private one.
+	// needs a private socket.
 	socket, err := nl.Subscribe(unix.NETLINK_ROUTE)
 	if err != nil {
 		return nil, fmt.Errorf("open netlink: %w", err)
@@ -94,7 +94,7 @@ func parseAddress(data []byte, index int) (p netip.Prefix, ok bool, err error) {
 	if err != nil {
 		return p, false, fmt.Errorf("read address of interface %d: %w", index, err)
 	}
-	var local, peer []byte // without a peer, IPv4 has the same address in both attributes, and IPv6 only IFA_ADDRESS
+	var local, peer []byte // if there is no peer, IPv4 has the same address in both attributes, and IPv6 has only IFA_ADDRESS
 	for _, a := range attrs {
 		switch a.Attr.Type {
 		case unix.IFA_LOCAL:

@@ -110,10 +110,10 @@ func SetUp(a Attachment) error {
 // kernel enables the port, and waits for the lock of all network devices.
 const linkTimeout = 5 * time.Second
 
-// awaitForwarding waits until the bridge forwards the pod's packets. The bridge drops earlier
+// awaitForwarding waits until the bridge forwards the pod's packets. Until then the bridge drops
 // packets, and the pod would repeat its first neighbour request only after a second. The CNI plugin
-// bridge waits, too. awaitForwarding does not wait for a foreign bridge with STP, because that
-// takes half a minute.
+// bridge also waits. awaitForwarding does not wait if a foreign bridge uses STP, because this takes
+// half a minute.
 func (a *Attachment) awaitForwarding() error {
 	port := PortName(a.ContainerID, a.IfName)
 	begin := time.Now()
@@ -134,8 +134,8 @@ func (a *Attachment) awaitForwarding() error {
 }
 
 // makePair creates the devices in their namespaces and sets up the port. The pod's device is down,
-// so the port has no carrier yet. Without a carrier the kernel adds no IPv6 address to the port.
-// setUpPort then disables such addresses.
+// so the port has no carrier yet. While there is no carrier, the kernel adds no IPv6 address to the
+// port. setUpPort then disables IPv6 addresses.
 func (a *Attachment) makePair(ns *os.File, macs Plugged) error {
 	port := PortName(a.ContainerID, a.IfName)
 	var host batch
@@ -246,8 +246,8 @@ func (b *batch) addRoute(index int, r Route) {
 }
 
 // Cut takes the port of an attachment out of service. After it returns, the port forwards no
-// packets. With remove, Cut also deletes the devices; the kernel then waits about 20 ms for all
-// processors. Without remove, the kernel deletes the devices in the background with the pod's
+// packets. If remove is set, Cut also deletes the devices, for which the kernel waits about 20 ms
+// for all processors. Otherwise the kernel deletes the devices in the background with the pod's
 // namespace. Cut may be repeated, and ignores a missing port.
 func Cut(id, ifName string, remove bool) error {
 	port, shaper := PortName(id, ifName), ShaperName(id, ifName)
@@ -279,10 +279,10 @@ func Cut(id, ifName string, remove bool) error {
 }
 
 // disable makes the bridge stop forwarding through a port and forget its neighbours. It sends a
-// request to the bridge. A request about the device would notify the bridge of a changed device,
-// and the bridge would enable the port again. The pod can enable the port by setting its device
-// down and up. The bridge still sends no packets there, because it neither learns from the port nor
-// floods into it. A locked port also drops traffic from the pod (Linux 5.18).
+// request to the bridge. It changes the bridge's port, not the device. A change of the device would
+// notify the bridge, which would then enable the port again. The pod can enable the port by setting
+// its device down and up. The bridge still sends no packets there, because it neither learns from
+// the port nor floods into it. A locked port also drops traffic from the pod (Linux 5.18).
 func (b *batch) disable(index int) {
 	message := nl.NewIfInfomsg(unix.AF_BRIDGE)
 	message.Index = int32(index)
@@ -299,7 +299,7 @@ func (b *batch) disable(index int) {
 
 const (
 	stateDisabled = 0  // BR_STATE_DISABLED
-	brportLocked  = 39 // IFLA_BRPORT_LOCKED; older kernels ignore it
+	brportLocked  = 39 // IFLA_BRPORT_LOCKED, which older kernels ignore
 )
 
 // HasPort reports whether the node has the port of an attachment.
@@ -308,7 +308,8 @@ func HasPort(id, ifName string) (bool, error) {
 	return index != 0, err
 }
 
-// Port is a device on the node that Plug made: a port of the bridge, or the shaper of its traffic.
+// Port is a device on the node that Plug has made. It is a port of the bridge, or a shaper for the
+// traffic of a port.
 type Port struct{ Name, ContainerID, IfName string }
 
 // Ports returns the devices on the node that Plug made for a network.

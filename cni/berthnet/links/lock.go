@@ -9,22 +9,22 @@ import (
 	"berth/internal/lockfile"
 )
 
-// lockPath is the node's lock of bridges' owners. Networks of all daemons and runtimes share it,
-// wherever their addresses are. A process first locks turnPath and holds it until it has lockPath.
-// So shared holders cannot starve a process that waits for exclusive access.
+// lockPath is the node's lock of bridges' owners. The networks of all daemons and runtimes share
+// the lock. A process first locks turnPath and holds it until it has lockPath. So shared holders
+// cannot starve a process that waits for exclusive access.
 const (
 	lockPath = "/run/berth-net.lock"
 	turnPath = "/run/berth-net.turn"
 )
 
-// lockTimeout bounds Lock. A holder needs only a few system calls. After this time others report
-// an error, so that they do not hold their other locks any longer.
+// lockTimeout bounds Lock. A holder needs only a few system calls. After this time, waiting
+// processes report an error, so that they release their other locks.
 const lockTimeout = 10 * time.Second
 
 // Lock prevents changes of bridges' owners. Callers that create a port use Shared until the port
-// exists, because the port shows the owner. Callers of MakeBridge use Exclusive. After
-// lockTimeout, or when ctx ends, Lock returns context.DeadlineExceeded. Lock order: the lock of a
-// network's addresses comes first. The kernel releases the lock when the process exits.
+// exists, because the port shows the owner. Callers of MakeBridge use Exclusive. After lockTimeout,
+// or when ctx ends, Lock returns context.DeadlineExceeded. Lock order: the lock of a network's
+// addresses comes first. The kernel releases the lock when the process exits.
 func Lock(ctx context.Context, mode lockfile.Mode) (unlock func(), err error) {
 	return lockWithin(ctx, mode, lockTimeout)
 }

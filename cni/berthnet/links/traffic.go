@@ -24,7 +24,8 @@ type Limit struct {
 // shaperPrefix is the prefix of the names of shapers: ifb devices that limit traffic from pods.
 const shaperPrefix = "vifb"
 
-// ShaperName returns the name of an attachment's shaper. Only pods with an egress limit have one.
+// ShaperName returns the name of an attachment's shaper. Only pods with an egress limit have a
+// shaper.
 func ShaperName(id, ifName string) string {
 	return shaperPrefix + PortName(id, ifName)[len(Prefix):]
 }
@@ -44,8 +45,8 @@ func (b *batch) addIngress(index int) {
 		tcMessage(index, handleIngress, parentIngress, 0), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated("ingress")))
 }
 
-// redirect sends all packets that arrive at an interface to another one. Its classifier is a
-// program in classic BPF with one instruction, which accepts each packet.
+// redirect sends all packets that arrive at an interface to another one. The classifier is a
+// classic BPF program with one instruction, which accepts each packet.
 func (b *batch) redirect(index, to int) {
 	program := binary.NativeEndian.AppendUint16(nil, unix.BPF_RET|unix.BPF_K)
 	program = binary.NativeEndian.AppendUint32(append(program, 0, 0), math.MaxUint32)
@@ -62,8 +63,8 @@ func (b *batch) redirect(index, to int) {
 		tcMessage(index, 0, handleIngress, info), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated("bpf")), options)
 }
 
-// queueTime is the longest time in the queue, in milliseconds; the kernel drops packets beyond it.
-// minQueue is the size of the largest packet before segmentation.
+// queueTime is the longest time of a packet in the queue, in milliseconds. The kernel drops packets
+// that would wait longer. minQueue is the size of the largest packet before segmentation.
 const (
 	queueTime = 25
 	minQueue  = 128 << 10

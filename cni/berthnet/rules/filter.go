@@ -14,8 +14,8 @@ import (
 // Filter is the packet filter of the network namespace of its first use. Its methods may be called
 // concurrently.
 //
-// It keeps its sockets open. When a process closes a socket of nftables, the kernel waits until all
-// deleted objects are freed (nft_rcv_nl_event), which takes 15 ms or more.
+// It keeps its sockets open, because closing an nftables socket takes 15 ms or more. The kernel
+// waits until all deleted objects are freed (nft_rcv_nl_event).
 type Filter struct {
 	mu sync.Mutex // one transaction at a time, as in the kernel
 	// +checklocks:mu

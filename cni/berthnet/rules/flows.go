@@ -23,7 +23,7 @@ const (
 	ctaTupleReply = 2
 	ctaID         = 12
 	ctaZone       = 18
-	ctaFilter     = 25 // Linux 5.8; older kernels ignore it, so this package filters too
+	ctaFilter     = 25 // since Linux 5.8; older kernels ignore the filter, so this package filters too
 
 	ctaFilterOrig = 1
 
@@ -48,7 +48,7 @@ type flow struct {
 	isRedirected bool
 }
 
-// ForgetOthers deletes conntrack entries of UDP flows to the node whose ports have become host
+// ForgetOthers deletes conntrack entries of UDP flows to the node if their ports have become host
 // ports. Otherwise their packets would not reach the pod. It keeps flows to other machines and
 // flows through the node.
 func (f *Filter) ForgetOthers(ports []HostPort) error {
@@ -88,7 +88,7 @@ func ownAddresses() (map[netip.Addr]bool, error) {
 
 // forget deletes flows to UDP ports if is returns true. For each request the kernel walks
 // its whole table (hundreds of thousands of buckets), which takes milliseconds. So forget sends one
-// request per family. It filters by UDP, and by the port if ports has only one.
+// request per family. It filters by UDP, and also by port if all ports are the same.
 func (f *Filter) forget(ports []HostPort, is func(*flow, HostPort) bool) error {
 	for _, v6 := range []bool{false, true} {
 		var some []HostPort
@@ -163,7 +163,7 @@ func flowsTo(ports []HostPort) []byte {
 		e.Uint32(ctaFilterOrig, what)
 		return nil
 	})
-	data, _ := e.Encode() // fails only if one of the calls above fails
+	data, _ := e.Encode() // it fails only if one of the calls above has failed
 	return data
 }
 

@@ -102,7 +102,7 @@ func (m portMap) words() uint32 {
 }
 
 // lookUp looks up a packet's destination. It loads the pod's address into the first registers and
-// its port into the next register. Without a match the packet continues with the next rule.
+// its port into the next register. If nothing matches, the packet continues with the next rule.
 func (m portMap) lookUp() expressions {
 	next := uint32(reg32)
 	var parts expressions
@@ -150,8 +150,8 @@ func (p HostPort) element(comment string) nftables.SetElement {
 	return nftables.SetElement{Key: key, Val: append(p.Pod.AsSlice(), word(p.PodPort)...), Comment: comment}
 }
 
-// redirectionSet is a family's set of connections that host ports redirect: protocol and original
-// port, pod's address and port.
+// redirectionSet is a family's set of connections that host ports redirect. An element has the
+// protocol, the original port, and the pod's address and port.
 type redirectionSet struct {
 	name string
 	v6   bool
@@ -347,9 +347,9 @@ func (f *Filter) taken(network string, ports []HostPort) error {
 	return errors.New(strings.Join(names, ", "))
 }
 
-// ClosePorts closes host ports. It may be repeated. It reads the maps first, because a port may be
-// closed or belong to another pod by now. The kernel deletes elements by key only, and fails the
-// whole transaction if one is missing (NFT_MSG_DESTROYSETELEM needs Linux 6.3).
+// ClosePorts closes host ports. It may be repeated. It reads the maps first, because meanwhile a
+// port may be closed or belong to another pod. The kernel deletes elements by key only, and fails
+// the whole transaction if one is missing (NFT_MSG_DESTROYSETELEM needs Linux 6.3).
 func (f *Filter) ClosePorts(network string, ports []HostPort) error {
 	if len(ports) == 0 {
 		return nil

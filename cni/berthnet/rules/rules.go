@@ -4,10 +4,11 @@
 //
 // Each network has its own nftables table. The rules concern the network as a whole. Install writes
 // them in one transaction if they are missing or outdated. A marker chain carries a hash of the
-// description in its name and has one rule, which no packet reaches. Installed checks only that
-// rule, because it vanishes with all others. Host ports of pods are elements of maps. So a pod with
-// host ports is attached by one transaction that adds elements, and a pod without host ports by
-// none. Rules distinguish packets by interfaces and conntrack state, and use no marks.
+// description in its name and has one rule, which no packet reaches. Installed checks only this
+// rule, because it disappears together with all other rules. Host ports of pods are elements of
+// maps. So attaching a pod with host ports takes one transaction, which adds elements. Attaching
+// another pod takes no transaction. Rules distinguish packets by interfaces and conntrack state,
+// and use no marks.
 //
 // Other programs may delete the table with all others (nft flush ruleset). They may also delete
 // only the table's rules (nft flush table), which keeps the host ports in the maps. The next call
@@ -56,7 +57,7 @@ func table(network string) *nftables.Table {
 // description and the bridge.
 const markerPrefix = "made-from-"
 
-// format is the version of the rules. Increase it with each change.
+// format is the version of the rules. It must be increased with each change of the rules.
 const format = "4"
 
 func (n *Network) marker() string {
@@ -111,7 +112,7 @@ func (f *Filter) Install(n Network, pods []Pod) error {
 
 // install returns ENOENT if another program deletes the table after install has found its marker,
 // because the transaction deletes the marker. It reads the open host ports after the marker.
-// Otherwise it could mistake deleted ports for open ones.
+// Otherwise it could mistake deleted ports for open ports.
 func (f *Filter) install(n *Network, pods []Pod) error {
 	return f.with(func(conn *nftables.Conn) error {
 		old, others, err := n.obsolete(conn)
@@ -138,8 +139,8 @@ func (f *Filter) install(n *Network, pods []Pod) error {
 	})
 }
 
-// obsolete returns the markers of the network's table, the chains of its table that earlier
-// versions wrote, and the tables of other networks for its bridge.
+// obsolete returns the objects to delete: the markers in the network's table, chains in it from
+// earlier versions, and the tables of other networks for its bridge.
 func (n *Network) obsolete(conn *nftables.Conn) (old []string, others []*nftables.Table, err error) {
 	chains, err := conn.ListChainsOfTableFamily(nftables.TableFamilyINet)
 	if err != nil {

@@ -27,7 +27,7 @@ func (b bitmap) has(i int) bool { return b[i/8]&(1<<(i%8)) != 0 }
 func (b bitmap) set(i int) { b[i/8] |= 1 << (i % 8) }
 
 // readBitmap reads the bits of n spans. A file that is damaged, for example by a power cut, has no
-// bits: its spans are filled again.
+// bits, so all spans are filled again.
 func readBitmap(f *os.File, n int) (bitmap, error) {
 	p := make([]byte, len(filledMagic)+len(newBitmap(n))+sha256.Size+1)
 	size, err := f.ReadAt(p, 0)
@@ -44,7 +44,7 @@ func readBitmap(f *os.File, n int) (bitmap, error) {
 	return bitmap(p[len(filledMagic):body:body]), nil
 }
 
-// write writes the bits durably, over the ones in the file.
+// write overwrites the bits in the file durably.
 func (b bitmap) write(f *os.File) error {
 	p := append([]byte(filledMagic), b...)
 	sum := sha256.Sum256(p)

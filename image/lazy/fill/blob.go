@@ -17,8 +17,9 @@ import (
 // blobBuffer is the size of one read of a kept blob.
 const blobBuffer = 1 << 20
 
-// verifyBlob compares the digest of the kept blob and proves the index. Parts of the blob without
-// content were not verified when they came. If they are wrong, it fetches the blob again.
+// verifyBlob compares the digest of the kept blob and proves the index. The parts of the blob that
+// contain no file content were not verified on arrival. If the digest is wrong, it fetches the blob
+// again.
 func (l *Layer) verifyBlob(ctx context.Context) error {
 	for failures, mismatches := 0, 0; ; failures++ {
 		err := l.hashBlob(ctx)
@@ -65,16 +66,16 @@ func (l *Layer) hashBlob(ctx context.Context) error {
 	return nil
 }
 
-// rejectSource lets the next requests go to another host, if there is one.
+// rejectSource makes the next requests go to another host, if there is one.
 func (l *Layer) rejectSource(ctx context.Context) {
 	body, err := l.source.Range(ctx, 0, 1)
 	if err != nil {
-		return // the source asks the next one by itself
+		return // the source asks the next host by itself
 	}
 	if r, ok := body.(Rejecter); ok {
 		r.Reject()
 	}
-	_ = body.Close() // its content does not matter
+	_ = body.Close() // the content does not matter
 }
 
 // fetchBlob fetches the whole blob again.

@@ -25,8 +25,8 @@ import (
 // Source reads ranges of one blob.
 type Source interface {
 	// Range returns size bytes of the blob from an offset. The Engine verifies them. It closes the
-	// reader. If they are not those of the blob, and the reader is a Rejecter, it calls Reject
-	// first. Calls may be concurrent. An error means that no host serves the blob now; the Engine
+	// reader. If the bytes are wrong, and the reader is a Rejecter, it calls Reject before Close.
+	// Calls may be concurrent. An error means that no host serves the blob now. The Engine then
 	// asks again later. A Range must fail when it makes no progress for some time, because it holds
 	// memory of Config.Memory. It must not read files of incomplete layers.
 	Range(ctx context.Context, offset, size int64) (io.ReadCloser, error)
@@ -41,9 +41,9 @@ type Rejecter interface {
 
 // Inflater decompresses the spans of one blob. Calls are not concurrent.
 type Inflater interface {
-	// Span returns the out bytes of the tar that in has. in is the span's part of the blob, from
-	// p.In on, and is verified. Another length, or an error with the code DataLoss, means that the
-	// index is wrong.
+	// Span returns the out bytes of the tar to which in decompresses. in is the span's part of the
+	// blob, from p.In on, and is verified. Another length, or an error with the code DataLoss,
+	// means that the index is wrong.
 	Span(ctx context.Context, p blobindex.Point, in []byte, out int64) ([]byte, error)
 	Close() error
 }
@@ -51,20 +51,21 @@ type Inflater interface {
 // Config is the configuration of an Engine. Zero values of numbers stand for the defaults.
 type Config struct {
 	Dir string // a directory on the filesystem of the layers, for a test of the kernel
-	// Needed: there are incomplete layers already. Then only errors.ErrUnsupported counts as a
-	// failure of the test: it could also fail for lack of disk space.
+	// Needed means that incomplete layers exist. Then only errors.ErrUnsupported counts as a
+	// failure of the test, because the test could also fail for lack of disk space.
 	Needed bool
 	Memory int64         // limit of all spans that are being filled, in bytes; default 64 MiB
 	Stall  time.Duration // how long a reader waits at most; default 60 s
-	Retry  time.Duration // pause after the first failure of a source; it doubles up to 32 times that; default 200 ms
+	Retry  time.Duration // pause after the first failure of a source; it doubles up to 32 times this value; default 200 ms
 	Sync   time.Duration // how often filled spans are recorded; default 1 s
-	// HashStep is how much of the tar of a layer is hashed at a time while the layer is filled, in
-	// bytes; default 32 MiB.
+	// HashStep is how many bytes of a layer's tar are hashed at a time while the layer is filled;
+	// default 32 MiB.
 	HashStep int64
 	// Room, if not nil, returns an error if the filesystem has no room for layers.
 	Room func() error
-	// Proofs is how often a proof may fail, for a lack of memory for example, before the layer is
-	// given up. A layer must not stay in use without a proof for long. Default 600.
+	// Proofs is the number of failed attempts of a proof after which the layer is given up. An
+	// attempt may fail for lack of memory, for example. A layer must not stay in use without a
+	// proof for long. Default 600.
 	Proofs int
 	// Waited, if not nil, is called with how long an access has waited. It must not block.
 	Waited func(time.Duration)
@@ -84,7 +85,7 @@ const (
 	defaultRetry  = 200 * time.Millisecond
 	defaultSync   = time.Second
 	maxRetries    = 5 // doublings of Retry
-	// syncBytes are the filled bytes that are synced without a pause.
+	// syncBytes is the number of filled bytes from which they are synced at once.
 	syncBytes = 64 << 20
 	// maxBackground is how many requests fill layers in the background at a time.
 	maxBackground = 4
@@ -123,13 +124,13 @@ type Engine struct {
 	slots     int           // how many the Engine uses
 	inherited []*waiter     // events of an earlier Engine, until Start
 	wakeSync  chan struct{} // a layer has filled spans to record
-	wakeStall chan struct{} // stalling was empty and is not
+	wakeStall chan struct{} // signals that stalling is no longer empty
 
 	warnAnswer, warnUnknown lograte.Limiter
 	counts                  counters
 
-	// mu guards what follows, and the fields of layers and waiters that say so. It is held for
-	// operations in memory only.
+	// mu guards the fields below, and the fields of layers and waiters whose comments say so. It is
+	// held for operations in memory only.
 	mu       sync.Mutex
 	started  bool
 	layers   map[uint64]*Layer // by inode of the data file
@@ -196,8 +197,8 @@ func (e *Engine) create() (err error) {
 	return nil
 }
 
-// setFree sets the slots that the Engine uses. Each event that it has not answered takes a
-// descriptor. The kernel fails an access if there is none.
+// setFree sets the slots that the Engine uses. Each unanswered event takes a descriptor of the
+// process. If no descriptor is free, the kernel fails the access.
 func (e *Engine) setFree(free []int) {
 	var files unix.Rlimit
 	most := ringSlots
@@ -249,8 +250,8 @@ func (e *Engine) Stats() Stats {
 	return s
 }
 
-// Close ends the Engine. Accesses that wait go on waiting, for the next Engine, as long as another
-// process holds the group. No other method may run during or after Close.
+// Close ends the Engine. Waiting accesses wait for the next Engine, as long as another process
+// holds the group. No other method may run during or after Close.
 func (e *Engine) Close() error {
 	e.life.Close()
 	e.life.Cancel()

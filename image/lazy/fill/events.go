@@ -18,10 +18,10 @@ type waiter struct {
 	descriptor int           // to close after the answer; -1: none
 	answered   chan struct{} // closed after the answer; nil: nobody waits for it
 
-	// The Engine's mu guards these.
+	// The Engine's mu guards the fields below.
 	missing  int           // spans that the access still needs
 	spans    []spanRef     // all of them, filled or not
-	waits    *list.Element // in Engine.stalling; nil: it does not wait
+	waits    *list.Element // its element in Engine.stalling; nil: it does not wait
 	since    time.Time     // when it began to wait; zero: it did not
 	deadline time.Time
 }
@@ -39,8 +39,8 @@ func (w *waiter) release() {
 	}
 }
 
-// serve reads events and answers those of filled ranges. Before it reads the first event it waits
-// for the answers of strict.
+// serve reads events and answers the events of filled ranges. Before it reads the first event, it
+// waits until all events in strict are answered.
 func (e *Engine) serve(strict []*waiter) {
 	ctx := e.life.Context()
 	for _, w := range strict {
@@ -77,7 +77,7 @@ func (e *Engine) serveOne(slot int) bool {
 		if e.life.Context().Err() != nil || errors.Is(err, os.ErrDeadlineExceeded) {
 			return false
 		}
-		// For example a lack of memory. The kernel has denied the access.
+		// The kernel has denied the access, for example for lack of memory.
 		e.warnAnswer.Warn(e.cfg.Log, "cannot read an access of an incomplete layer", "error", err)
 		return true
 	}
@@ -179,7 +179,7 @@ func (e *Engine) answer(w *waiter, response uint32) {
 	failpoint.Reach("lazy.answer")
 	err := e.group.respond(w.fd, response)
 	if err != nil && response != allow {
-		err = e.group.respond(w.fd, unix.FAN_DENY) // a kernel without errors in answers
+		err = e.group.respond(w.fd, unix.FAN_DENY) // this kernel does not accept errors in answers
 	}
 	failpoint.Reach("lazy.answered")
 	if err != nil {

@@ -16,18 +16,18 @@ import (
 // extent is the content of one file: size bytes of the tar, and their place in the data file.
 type extent struct{ tar, data, size int64 }
 
-// extents are the contents of a layer, in the order of the tar. It is the order of the data file,
-// too: unpacking appends each content to that file.
+// extents are the contents of a layer, in the order of the tar. The data file has the same order,
+// because unpacking appends each content to it.
 type extents []extent
 
-// noContent is the content of a layer for reading its record only.
+// noContent stands for the content of a layer when only its record is read.
 type noContent struct{}
 
 // ReadContent implements tarsplit.Content.
 func (noContent) ReadContent(tarsplit.Ref, []byte, int64) error { return io.ErrUnexpectedEOF }
 
 // extentsOf reads the extents from the record of an index. berth-unpack wrote the record and may
-// have been compromised, so an order or range that unpacking cannot produce is DataLoss.
+// have been compromised, so an order or range that unpacking cannot produce is a DataLoss error.
 func extentsOf(x *blobindex.Index) (list extents, err error) {
 	if x.OfChunks() {
 		return extentsOfChunks(x.Chunks), nil
@@ -52,8 +52,7 @@ func extentsOf(x *blobindex.Index) (list extents, err error) {
 }
 
 // extentsOfChunks returns the extents of chunks, whose places are consistent. Chunks that follow
-// each other in both files become one extent. So the end of an extent is that of a file, or of a
-// block.
+// each other in both files become one extent. So an extent ends where a file or a block ends.
 func extentsOfChunks(chunks []blobindex.Chunk) (list extents) {
 	for i := range chunks {
 		c := &chunks[i]
@@ -66,7 +65,7 @@ func extentsOfChunks(chunks []blobindex.Chunk) (list extents) {
 	return list
 }
 
-// inData calls do for each part of the tar whose content is in a range of the data file.
+// inData calls do for each part of the tar whose content is in the given range of the data file.
 func (e extents) inData(offset, count int64, do func(tar, size int64)) {
 	first := sort.Search(len(e), func(i int) bool { return e[i].data+e[i].size > offset })
 	for _, x := range e[first:] {
@@ -79,7 +78,7 @@ func (e extents) inData(offset, count int64, do func(tar, size int64)) {
 	}
 }
 
-// inTar calls do for each part of a range of the tar that is content, with its place in the data
+// inTar calls do for each part of file content in a range of the tar, with its place in the data
 // file, until do fails.
 func (e extents) inTar(offset, count int64, do func(tar, data, size int64) error) error {
 	first := sort.Search(len(e), func(i int) bool { return e[i].tar+e[i].size > offset })
@@ -102,7 +101,7 @@ func (e extents) endsAt(offset int64) bool {
 	return i < len(e) && e[i].size > 0 && e[i].data+e[i].size == offset
 }
 
-// fileEnd returns where the file ends in the tar that has a byte of the data file, or -1.
+// fileEnd returns the end, in the tar, of the file to which a byte of the data file belongs, or -1.
 func (e extents) fileEnd(offset int64) int64 {
 	i := sort.Search(len(e), func(i int) bool { return e[i].data+e[i].size > offset })
 	if i == len(e) || e[i].data > offset {

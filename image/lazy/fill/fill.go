@@ -21,19 +21,18 @@ import (
 )
 
 const (
-	// maxRequest is the most bytes of one request for several spans. Two goroutines of a layer send
-	// them in the background, so that one receives while the other one decompresses.
+	// maxRequest is the maximum size in bytes of one request for several spans. Two goroutines of a
+	// layer send background requests, so that one receives while the other decompresses.
 	maxRequest = 4 << 20
-	// quiet is how long nobody must have waited before spans are filled that nobody is expected to
-	// need soon. They would take a part of the line from the next access.
+	// quiet is a time in which no access has waited. Then spans are filled that no access is
+	// expected to need soon. Before, they would take bandwidth from the next access.
 	quiet = 50 * time.Millisecond
 )
 
 // defaultProofs is the default of Config.Proofs. With the pauses between them it takes an hour.
 const defaultProofs = 600
 
-// maxMismatches is how often a source may send bytes that are not the blob's, one after the other,
-// before the layer is given up.
+// maxMismatches is how often in a row a source may send wrong bytes before the layer is given up.
 const maxMismatches = 4
 
 // job is a range of adjacent spans to fill.
@@ -88,7 +87,7 @@ func (l *Layer) run(kind int) {
 		}
 		err := task.Guard(l.e.cfg.Log, "fill", l.name, func() error { return l.do(kind, j) })
 		if failures := l.after(j, err); failures > 0 && !l.pause(failures) {
-			// take sees that the layer ends.
+			// take notices that the layer ends.
 			continue
 		}
 	}
@@ -128,8 +127,9 @@ func (l *Layer) nextJob(kind int) (j job, wait time.Duration, ok bool) {
 	return l.jobFrom(first, ok, nil), 0, ok
 }
 
-// jobFrom takes a span, and the ones after it in the same state that fit into one request. joins,
-// if not nil, says which of them may be taken. Without a span (ok is false) the job is empty.
+// jobFrom makes a job of a span and of the following spans in the same state, as many as fit into
+// one request. joins, if not nil, says which spans may be taken. If there is no span (ok is false),
+// the job is empty.
 func (l *Layer) jobFrom(first int, ok bool, joins func(int) bool) job {
 	if !ok {
 		return job{}
@@ -174,7 +174,8 @@ func (l *Layer) nextIdle() (int, bool) {
 	return 0, false
 }
 
-// untilQuiet returns how long to wait before spans are filled that nobody is expected to need soon.
+// untilQuiet returns how long to wait before spans are filled that no access is expected to need
+// soon.
 func (l *Layer) untilQuiet() time.Duration {
 	if len(l.waiting) > 0 {
 		return quiet
@@ -196,7 +197,7 @@ func (l *Layer) after(j job, err error) (failures int) {
 	e.counts.failures.Add(1)
 	l.failures++
 	failures = l.failures
-	// Requests at the same time go to the same host. They count once.
+	// Concurrent requests go to the same host, so their failures count once.
 	if errors.Is(err, blobindex.ErrMismatch) && l.mismatches == j.mismatches {
 		l.mismatches++
 	}
@@ -210,7 +211,7 @@ func (l *Layer) after(j job, err error) (failures int) {
 	return failures
 }
 
-// putBack returns the spans of a job that are not filled to their queues. The caller holds mu.
+// putBack puts the unfilled spans of a job back into their queues. The caller holds mu.
 func (l *Layer) putBack(j job) {
 	for i := j.last; i >= j.first; i-- {
 		switch {
@@ -251,7 +252,8 @@ func (l *Layer) do(kind int, j job) error {
 	return nil
 }
 
-// memory returns what a job takes: a span of the blob, with the rest of its grid, and of the tar.
+// memory returns the memory of a job: one span of the blob, extended to the grid, and one span of
+// the tar.
 func (l *Layer) memory(j job) (most int64) {
 	for i := j.first; i <= j.last; i++ {
 		_, in := l.x.GridRange(i, i)
@@ -260,7 +262,7 @@ func (l *Layer) memory(j job) (most int64) {
 	return most
 }
 
-// reserve waits for memory. Filling in the background leaves half of it for accesses.
+// reserve waits for memory. Filling in the background leaves half of the memory for accesses.
 func (e *Engine) reserve(ctx context.Context, kind int, bytes int64) (release func(), err error) {
 	type part struct {
 		of *semaphore.Weighted
@@ -337,11 +339,11 @@ func (l *Layer) decompress(ctx context.Context, s blobindex.Span, raw []byte) (t
 	return tar, nil
 }
 
-// inflate is decompress that also verifies what was not verified before.
+// inflate is decompress, and also verifies chunks that could not be verified before.
 func (l *Layer) inflate(ctx context.Context, i int, s blobindex.Span, raw []byte) ([]byte, error) {
 	tar, err := l.decompress(ctx, s, raw)
 	if l.x.OfChunks() && !l.x.Sealed() && errors.Is(err, ErrWrongIndex) {
-		return nil, fmt.Errorf("%w: %s", blobindex.ErrMismatch, err.Error()) // raw may be other bytes than those of the blob
+		return nil, fmt.Errorf("%w: %s", blobindex.ErrMismatch, err.Error()) // raw may not be the blob's bytes
 	}
 	if err != nil {
 		return nil, err
@@ -349,9 +351,9 @@ func (l *Layer) inflate(ctx context.Context, i int, s blobindex.Span, raw []byte
 	return tar, l.x.VerifySpan(i, tar)
 }
 
-// write writes a part of the content. At the end of a file it writes the rest of the block, too, as
-// unpacking does: otherwise a filesystem with smaller blocks has a hole there, and the layer
-// another disk usage than its record says.
+// write writes a part of the content. At the end of a file it also writes the rest of the block, as
+// unpacking does. A filesystem with smaller blocks would otherwise have a hole there, and the disk
+// usage would differ from the record.
 func (l *Layer) write(part []byte, at int64) error {
 	if _, err := l.data.WriteAt(part, at); err != nil {
 		return err
@@ -367,7 +369,7 @@ func (l *Layer) write(part []byte, at int64) error {
 // zeros is the content of blocks after the end of a file.
 var zeros [tree.BlockSize]byte
 
-// filled notes that a span is filled, and answers the accesses that waited for it alone.
+// filled notes that a span is filled, and answers the accesses that need no other span.
 func (l *Layer) filled(i int, s blobindex.Span) {
 	e := l.e
 	var ready []*waiter
@@ -396,7 +398,8 @@ func (l *Layer) filled(i int, s blobindex.Span) {
 	signal(e.wakeSync)
 }
 
-// giveUp ends the filling of a layer whose index or data is wrong. all denies filled ranges, too.
+// giveUp ends the filling of a layer whose index or data is wrong. If all is set, filled ranges are
+// denied, too.
 func (l *Layer) giveUp(reason error, all bool) {
 	e := l.e
 	e.mu.Lock()
@@ -432,7 +435,7 @@ func (l *Layer) finish() {
 	}
 	l.e.mu.Lock()
 	defer l.e.mu.Unlock()
-	if l.failed != nil { // meanwhile, for example when the disk reported an error
+	if l.failed != nil { // the layer ended meanwhile, for example after a disk error
 		return
 	}
 	l.complete = true
@@ -498,8 +501,8 @@ func (c content) ReadContent(at tarsplit.Ref, p []byte, offset int64) error {
 	return err
 }
 
-// unmark makes the data file one of a complete layer. After a crash in between, the next Engine
-// verifies again, or the caller finds a layer that is complete.
+// unmark makes the data file one of a complete layer. After a crash, the next Engine verifies the
+// layer again, or the caller finds a complete layer.
 func (l *Layer) unmark() error {
 	failpoint.Reach("lazy.complete")
 	err := unix.Fremovexattr(int(l.data.Fd()), incompleteXattr)

@@ -35,7 +35,7 @@ func (g *gridReader) close() {
 	}
 }
 
-// span returns a span and the blob's bytes of it. They are valid until the next call.
+// span returns a span and its bytes of the blob, which are valid until the next call.
 func (g *gridReader) span(i int) (s blobindex.Span, raw []byte, err error) {
 	s = g.x.Span(i)
 	offset, size := g.x.GridRange(i, i)
@@ -75,7 +75,7 @@ func (g *gridReader) read(n int64) error {
 	return nil
 }
 
-// rejectIf tells the source if an error means that it has sent other bytes than those of the blob.
+// rejectIf calls Reject if an error means that the source has sent wrong bytes.
 func (g *gridReader) rejectIf(err error) {
 	if r, ok := g.body.(Rejecter); ok && errors.Is(err, blobindex.ErrMismatch) {
 		r.Reject()

@@ -49,7 +49,8 @@ func openGroup(f *os.File) (*group, error) {
 
 func selfFD(f *os.File) string { return "/proc/self/fd/" + strconv.Itoa(int(f.Fd())) }
 
-// orUnsupported marks errors of a kernel or filesystem that lacks events before accesses.
+// orUnsupported adds errors.ErrUnsupported to errors of a kernel or filesystem without events
+// before accesses.
 func orUnsupported(err error) error {
 	for _, cannot := range []error{unix.ENOSYS, unix.EINVAL, unix.EOPNOTSUPP, unix.ENODEV} {
 		if errors.Is(err, cannot) {
@@ -59,8 +60,8 @@ func orUnsupported(err error) error {
 	return err
 }
 
-// mark makes all accesses to a file raise events, by descriptors opened from now on. A mark that
-// exists stays.
+// mark makes accesses to a file raise events, through all descriptors opened from now on. A mark
+// that exists stays.
 func (g *group) mark(f *os.File) error { return g.change(unix.FAN_MARK_ADD, f) }
 
 // unmark removes the mark of a file. A missing mark is no error.
@@ -129,8 +130,8 @@ func (g *group) respond(number int32, response uint32) error {
 }
 
 // openUnwatched opens a file for reading and writing. Accesses through the descriptor raise no
-// events, even if the file is marked: it is a descriptor of an event. A descriptor that open(2)
-// returns would raise events for the Engine's own writes, which the Engine would have to answer.
+// events, even if the file is marked. Writes through a descriptor from open(2) would raise events
+// that the Engine itself would have to answer.
 func openUnwatched(path string) (_ *os.File, err error) {
 	fd, err := unix.FanotifyInit(unix.FAN_CLASS_NOTIF|unix.FAN_CLOEXEC|unix.FAN_NONBLOCK, eventFlags)
 	if err != nil {

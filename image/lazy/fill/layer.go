@@ -21,12 +21,12 @@ import (
 	"berth/internal/task"
 )
 
-// Files in the directory of an incomplete layer. The first two are those of every EROFS layer.
+// Files in the directory of an incomplete layer. Every EROFS layer has the first two.
 const (
 	DataFile   = "data"
 	RecordFile = "tar"
 	FilledFile = "filled"
-	// BlobFile has what was fetched of the blob, if the index is one of chunks.
+	// BlobFile has the fetched bytes of the blob, if the index is an index of chunks.
 	BlobFile = "blob"
 )
 
@@ -93,7 +93,7 @@ const (
 	idle     spanState = iota
 	wanted             // in Layer.faults
 	fetching           // a goroutine fetches it
-	filled             // its data is in the data file, and may not be on stable storage yet
+	filled             // its data is in the data file, but perhaps not on stable storage
 )
 
 // Kinds of goroutines of a layer, and how many of each it may have.
@@ -125,7 +125,7 @@ type Layer struct {
 	prove     Prove     // of an index of chunks
 	syncing   task.Lock // guards lost; held while spans are recorded
 	lost      error     // the first sync of the data that failed
-	tarHash   *tarHash  // nil: none; used by the goroutines forHash and then finish
+	tarHash   *tarHash  // nil: none; used by the goroutines of the kind forHash, and then by finish
 	done      chan struct{}
 	warnStall lograte.Limiter
 
@@ -133,43 +133,42 @@ type Layer struct {
 	spans      []spanState
 	waiting    map[int][]*waiter // by span
 	faults     []int             // spans in the state wanted, oldest first
-	ahead      []int             // spans to fill before others in the background: read-ahead
-	order      []int             // then these: hints of Prefer
-	next       int               // then all from this one on
+	ahead      []int             // read-ahead: spans that are filled first in the background
+	order      []int             // spans that are filled next: the hints of Prefer
+	next       int               // after these, all spans from this one on are filled
 	left       int               // spans that are not filled
-	filledIn   int64             // bytes of the blob of filled spans
-	missing    int64             // bytes of content in spans that are not filled
-	dirty      int64             // bytes that are filled and not recorded
+	filledIn   int64             // number of blob bytes in filled spans
+	missing    int64             // number of content bytes in unfilled spans
+	dirty      int64             // number of bytes that are filled but not recorded
 	runners    [kinds]int
 	waited     time.Time // when an access last had to wait no longer
 	stalled    time.Time // when an access was last denied because it had waited for too long
 	refused    uint64    // accesses that failed
-	lastRefuse time.Time // the last of them
+	lastRefuse time.Time // the last of these denials
 	failures   int       // failed attempts since the last one that succeeded
-	mismatches int       // of these, bytes that were not the blob's
+	mismatches int       // of these, attempts that got wrong bytes
 	faulted    []int     // spans in the order of their first access
 	prefix     int       // the spans before this one are filled
 	hashedTo   int64     // the tar before this offset is in tarHash
 	hashFailed bool      // nothing is hashed before finish
 	complete   bool
 	failed     error // the layer cannot be filled; its missing ranges are denied
-	denied     bool  // all ranges are denied: filled ones may be wrong, too
+	denied     bool  // all ranges are denied, because filled ranges may be wrong, too
 }
 
 // Prove shows that an index of chunks is true of the layer's tar. It gets the blob, which has the
-// right digest, and all data is in the data file. The error is DataLoss if the index is not true.
-// After another error the Engine calls it again, at most Config.Proofs times.
+// right digest. All data is in the data file. The error is DataLoss if the index is false. After
+// another error the Engine calls it again, at most Config.Proofs times.
 type Prove func(ctx context.Context, blob *io.SectionReader) error
 
 // Add makes the Engine fill the layer in a directory, which Prepare and the caller have written, or
 // an earlier Engine has filled in part. The file RecordFile must be x.Record. x must not change;
-// the Engine does not keep its Tree and Record. newInflater starts an Inflater; the Engine has one
-// at a time for each layer, while it needs it. prove belongs to an index of chunks, and is nil for
-// any other. With it the layer is complete after prove has returned nil. The directory may be
-// renamed at any time.
+// the Engine does not keep its Tree and Record. newInflater starts an Inflater; the Engine has at
+// most one at a time for each layer. prove is not nil for an index of chunks only. Then the layer
+// is complete after prove has returned nil. The directory may be renamed at any time.
 //
-// When Add has returned, the mark is set: the data file may be mounted. Errors: DataLoss if the
-// index cannot be one of this layer; then Refuse it.
+// When Add has returned, the mark is set, and the data file may be mounted. The error is DataLoss
+// if the index cannot belong to this layer. The caller then calls Refuse.
 func (e *Engine) Add(dir string, x *blobindex.Index, source Source,
 	newInflater func() (Inflater, error), prove Prove) (_ *Layer, err error) {
 	undo := cleanup.New()
@@ -191,7 +190,8 @@ func (e *Engine) Add(dir string, x *blobindex.Index, source Source,
 }
 
 // Refuse makes the Engine deny all accesses of a layer's data file, for an incomplete layer that
-// cannot be loaded. It keeps nothing open: an access of a marked file without a Layer fails.
+// cannot be loaded. It keeps nothing open, because an access of a marked file that has no Layer
+// fails.
 func (e *Engine) Refuse(dir string) (err error) {
 	data, err := openUnwatched(filepath.Join(dir, DataFile))
 	if err != nil {
@@ -266,7 +266,8 @@ func (l *Layer) openData(dir string, undo *cleanup.List) (err error) {
 	return nil
 }
 
-// setSpans sets which spans are filled. Spans without content need not be, unless the blob is kept.
+// setSpans sets which spans are filled. Spans that have no content need not be filled, unless the
+// blob is kept.
 func (l *Layer) setSpans(has bitmap) {
 	l.spans = make([]spanState, l.x.Spans())
 	for i := range l.spans {
@@ -288,7 +289,8 @@ func (l *Layer) contentOf(i int) (sum int64) {
 	return sum
 }
 
-// register adds the layer and sets the mark, in this order: an event of an unknown layer is denied.
+// register adds the layer and then sets the mark. In the other order, an event could come from an
+// unknown layer, which is denied.
 func (e *Engine) register(l *Layer) error {
 	e.mu.Lock()
 	twice := e.layers[l.inode] != nil
@@ -308,8 +310,8 @@ func (e *Engine) register(l *Layer) error {
 	return err
 }
 
-// retryTime is how long accesses fail at once after one has waited in vain. The kernel reads a page
-// again on its own after a failed read-ahead; without this a reader would wait twice.
+// retryTime is how long accesses fail at once after an access has waited in vain. After a failed
+// read-ahead the kernel reads the page again by itself, and a reader would wait twice.
 const retryTime = 100 * time.Millisecond
 
 // want makes an access wait for the spans that it needs. It returns false if the access must fail.
@@ -345,8 +347,8 @@ func (l *Layer) want(w *waiter) bool {
 	return true
 }
 
-// crowded reports whether the accesses of a layer without a working source take too many slots of
-// the ring. Other layers need them.
+// crowded reports whether the accesses of a layer whose source fails take too many slots of the
+// ring. Other layers need the slots.
 func (l *Layer) crowded() bool {
 	if l.failures == 0 {
 		return false
@@ -384,7 +386,7 @@ func (l *Layer) readAhead(w *waiter) {
 		return
 	}
 	last := w.spans[len(w.spans)-1].span
-	l.ahead = l.ahead[:0] // an older one is worth less
+	l.ahead = l.ahead[:0] // an older access is worth less
 	for i := last + 1; i <= min(last+readAheadSpans, l.x.SpanAt(end-1)); i++ {
 		l.ahead = append(l.ahead, i)
 	}
@@ -427,8 +429,7 @@ func (l *Layer) noteRefused() {
 	l.lastRefuse = time.Now()
 }
 
-// Missing returns how many bytes of the data file are not filled: disk space that is still to be
-// taken.
+// Missing returns how many bytes of the data file are not filled yet. They will take disk space.
 func (l *Layer) Missing() int64 {
 	l.e.mu.Lock()
 	defer l.e.mu.Unlock()
@@ -445,13 +446,12 @@ func (l *Layer) Kept() int64 {
 	return l.filledIn
 }
 
-// Done is closed when the layer is complete or cannot be completed, also because it was closed: see
-// Err.
+// Done is closed when the layer is complete, cannot be completed, or was closed: see Err.
 func (l *Layer) Done() <-chan struct{} { return l.done }
 
-// Err returns nil for a layer that is complete or being filled. Otherwise it was closed, or its
-// index is wrong or its data was damaged: then the error has the code DataLoss, and the caller
-// deletes the index.
+// Err returns nil for a layer that is complete or being filled. For a layer that was closed, it
+// returns ErrClosed. If the index is wrong or the data was damaged, it returns DataLoss, and the
+// caller deletes the index.
 func (l *Layer) Err() error {
 	l.e.mu.Lock()
 	defer l.e.mu.Unlock()
@@ -474,8 +474,8 @@ func (l *Layer) Prefer(spans []int) {
 	l.kick()
 }
 
-// Faulted returns the spans that processes have waited for, in the order of their first access:
-// what Prefer should get for the same image next time.
+// Faulted returns the spans that processes have waited for, in the order of their first access.
+// They are the argument of Prefer at the next pull of the image.
 func (l *Layer) Faulted() []int {
 	l.e.mu.Lock()
 	defer l.e.mu.Unlock()
@@ -487,7 +487,7 @@ var ErrClosed = errors.New("the layer was closed")
 
 // Close makes the Engine forget the layer, after Done or because the layer is being removed.
 // Accesses that wait fail. The mark of an incomplete layer stays until its data file is deleted, so
-// that an access that nobody expects fails, too.
+// that any later access fails, too.
 func (l *Layer) Close() error {
 	err := l.end()
 	e := l.e
@@ -520,7 +520,7 @@ func (l *Layer) detachAll() (list []*waiter) {
 	return list
 }
 
-// end ends the layer's goroutines, records what is filled and closes the files.
+// end ends the layer's goroutines, records which spans are filled and closes the files.
 func (l *Layer) end() error {
 	l.life.Close()
 	l.life.Cancel()

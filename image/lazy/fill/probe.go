@@ -26,8 +26,8 @@ const probeTimeout = 10 * time.Second
 
 // probe checks that the kernel reports reads and page faults of an EROFS image before it reads the
 // data file in dir. It fills the file when they are reported, and compares what the readers get.
-// The files have no names and the mount is detached, so nothing is left behind. If the kernel or
-// the filesystem cannot do it, the error is errors.ErrUnsupported.
+// The files have no names and the mount is detached, so nothing is left behind. The error is
+// errors.ErrUnsupported if the kernel or the filesystem cannot report accesses.
 func probe(dir string) (err error) {
 	undo := cleanup.New()
 	defer undo.Run(&err)
@@ -108,8 +108,8 @@ func writeProbe(image, data *os.File) error {
 	return err
 }
 
-// fillProbe fills the blocks that each event is about, until an error. The data file was opened
-// before the mark, so that its writes raise no events.
+// fillProbe fills the blocks of each event, until an error. The data file was opened before the
+// mark, so that its writes raise no events.
 func fillProbe(g *group, data *os.File) {
 	for {
 		var p [eventSize]byte
@@ -139,8 +139,8 @@ func readWhole(f *os.File) ([]byte, error) {
 	return io.ReadAll(io.LimitReader(f, 2*tree.BlockSize))
 }
 
-// readMapped reads through a mapping. The page fault happens in a system call, because the Go
-// scheduler does not know of others.
+// readMapped reads through a mapping. The page fault happens in a system call. The Go scheduler
+// cannot run another goroutine during a page fault elsewhere.
 func readMapped(f *os.File) ([]byte, error) {
 	mem, err := unix.Mmap(int(f.Fd()), 0, tree.BlockSize, unix.PROT_READ, unix.MAP_PRIVATE)
 	if err != nil {

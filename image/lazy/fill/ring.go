@@ -29,11 +29,11 @@ const (
 	slotResponse = 60
 )
 
-// States of a slot. A crash leaves a slot in one of them, so their order matters.
+// States of a slot. A slot keeps its state after a crash, so the order of the changes matters.
 const (
 	slotFree      = iota // the event, if any, is answered
-	slotReading          // the kernel may write an event into it; if it has, the event is not answered
-	slotAnswering        // an answer is being written: whether the kernel has it is not known
+	slotReading          // the kernel may write an event into it; an event that is there is not answered
+	slotAnswering        // an answer is being written; after a crash it is unknown whether the kernel has it
 )
 
 // Places in an event (struct fanotify_event_metadata, struct fanotify_event_info_range).
@@ -98,9 +98,9 @@ func mapRing(f *os.File) (*ring, error) {
 	if !bytes.HasPrefix(mem, []byte(ringMagic)) {
 		return nil, errors.Join(errors.New("open ring: unknown format"), unix.Munmap(mem))
 	}
-	// The kernel denies an event that it cannot write. A page fault of a dying process would be
-	// such a case. Without the privilege to lock memory the pages are present anyway, unless
-	// swapped out.
+	// The kernel denies an event that it cannot write to the ring, for example because of a page
+	// fault in a dying process. If the process may not lock memory, the pages are still present
+	// unless they are swapped out.
 	_ = unix.Mlock(mem)
 	return &ring{f, mem}, nil
 }
@@ -123,7 +123,7 @@ func (r *ring) prepare(i int) []byte {
 	return s[:eventSize]
 }
 
-// setInode records whose event the slot has.
+// setInode records the inode of the file to which the slot's event belongs.
 func (r *ring) setInode(i int, inode uint64) {
 	binary.NativeEndian.PutUint64(r.slot(i)[slotInode:], inode)
 }
@@ -174,8 +174,8 @@ func clamp(n uint64) int64 { return int64(min(n, maxFile)) }
 // pending is an event that an earlier Engine has read and perhaps not answered.
 type pending struct {
 	event
-	answering bool   // it was about to answer
-	response  uint32 // with this
+	answering bool   // the earlier Engine was about to answer
+	response  uint32 // the answer
 }
 
 // pending returns the events of an earlier Engine, and the slots without an event.

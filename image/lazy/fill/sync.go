@@ -15,8 +15,8 @@ import (
 // ErrLost is wrapped by the error of a layer whose data could not be made durable.
 var ErrLost = errors.New("the data of the layer is lost")
 
-// syncAll records filled spans until the Engine's end: some time after the first one, or at once if
-// much was filled.
+// syncAll records filled spans until the Engine's end. It does so some time after the first span,
+// or at once if much was filled.
 func (e *Engine) syncAll() {
 	ctx := e.life.Context()
 	for {
@@ -70,7 +70,7 @@ func (e *Engine) dirtyLayers() (list []*Layer) {
 }
 
 // sync makes the filled spans durable and records them. After an error the kernel may have dropped
-// the data from memory, so the layer is of no use: DataLoss.
+// the data from memory. The layer then ends with DataLoss.
 func (l *Layer) sync(ctx context.Context) error {
 	select {
 	case l.syncing <- struct{}{}:

@@ -8,24 +8,24 @@ import (
 
 // Taking over the events of an Engine that has ended.
 //
-// The kernel keeps a list of events that were read and not answered. An answer names one by its
-// descriptor number, and goes to the first in the list with that number. So a number must not be in
-// the list twice: the answer for the one event could continue the other, whose range is missing.
-// And an answer that the dead Engine may have given already must not be given again once a new
-// event could have the number.
+// The kernel keeps a list of events that were read and not answered. An answer names an event by
+// its descriptor number, and the kernel gives it to the first event in the list with this number.
+// So a number must not be in the list twice. Otherwise the answer for one event could continue
+// another event, whose range is missing. For the same reason, an answer that the dead Engine may
+// have given must not be repeated when a new event could have the number.
 //
-// 1. Slots in the state answering: the ranges are filled, because an answer follows the write. The
-// same answer is given again at once, before any new event is read.
+// 1. In the state answering, the ranges of a slot are filled, because an answer follows the write.
+// The new Engine repeats the answer at once, before it reads any new event.
 //
-// 2. Slots in the state reading that have an event: it was not answered. Its number is occupied in
-// this process until it is: by a descriptor that is opened for that, or by one that this process
-// uses for something else.
+// 2. In the state reading, the event of a slot was not answered. Until the answer, its number is
+// occupied in this process: by a descriptor that the Engine opens for this purpose, or by a
+// descriptor that the process uses for something else.
 //
-// 3. In the latter case nothing keeps that other descriptor open. So new events are read only
-// after such an event was answered (strict).
+// 3. In the latter case the other descriptor may be closed at any time. So new events are read only
+// after such an event (strict) was answered.
 //
-// A slot in which the inode is still missing has an event that the dead Engine was about to
-// identify. Its range is filled in every incomplete layer: one of them is the right one.
+// If a slot has no inode yet, the dead Engine was about to identify the event. The new Engine then
+// fills the event's range in every incomplete layer, because one of them is the right one.
 
 // takeOver takes the group and the ring of Config, and repeats answers.
 func (e *Engine) takeOver() (err error) {
@@ -73,8 +73,8 @@ func occupy(number int) int {
 	return got
 }
 
-// resume serves the events of the earlier Engine. It returns those that must be answered before
-// other events are read.
+// resume serves the events of the earlier Engine. It returns the events that must be answered
+// before other events are read.
 func (e *Engine) resume() (strict []*waiter) {
 	list := e.inherited
 	e.inherited = nil

@@ -22,7 +22,7 @@ const (
 )
 
 // tarHash hashes a layer's tar from its beginning on. While the layer is filled, one goroutine
-// hashes what has no gap before it. So little is left when the last span is filled.
+// hashes the tar up to the first gap. So little is left to hash when the last span is filled.
 type tarHash struct {
 	tar *tarsplit.Reader
 	sum hash.Hash
@@ -42,7 +42,7 @@ func (l *Layer) openTarHash(ctx context.Context) (*tarHash, error) {
 	return &tarHash{tar: tar, sum: l.x.DiffID.Algorithm().Hash()}, nil
 }
 
-// to hashes up to an offset of the tar.
+// to hashes the tar up to an offset.
 func (h *tarHash) to(end int64) error {
 	part := onlyReader{io.NewSectionReader(h.tar, h.at, end-h.at)}
 	n, err := io.CopyBuffer(onlyWriter{h.sum}, part, make([]byte, hashBuffer))
@@ -79,8 +79,8 @@ func (l *Layer) hashAhead() {
 	}
 }
 
-// canHash returns the end of the part of the tar that can be hashed next. ok is false if it is too
-// short, or if something else verifies the layer. The caller holds mu.
+// canHash returns the end of the part of the tar that can be hashed next. ok is false if the part
+// is too short, or if the layer is verified in another way. The caller holds mu.
 func (l *Layer) canHash() (end int64, ok bool) {
 	for l.prefix < len(l.spans) && l.spans[l.prefix] == filled {
 		l.prefix++

@@ -10,7 +10,7 @@ import (
 )
 
 // ErrWrongIndex is wrapped by the error of a layer whose index is shown to be wrong. Other errors
-// can have causes on this node, or come from a source that sends other bytes than the blob's.
+// can have causes on this node, or come from a source that sends wrong bytes.
 var ErrWrongIndex = errors.New("the index of the blob is wrong")
 
 // wrongIndex returns DataLoss that wraps ErrWrongIndex.

@@ -5,12 +5,13 @@ import (
 	"math"
 )
 
-// flat reads a flatbuffer (https://flatbuffers.dev/internals). It trusts nothing: after the first
-// offset outside of the buffer it returns zero values, and err wraps ErrMalformed.
+// flat reads a flatbuffer (https://flatbuffers.dev/internals). It does not trust the buffer. After
+// the first offset outside of the buffer it returns zero values, and err wraps ErrMalformed.
 type flat struct {
 	b   []byte
 	err error
-	// left limits the bytes of all strings and elements: a buffer can refer to one very often.
+	// left limits the bytes of all strings and elements, because a buffer can refer to the same
+	// string many times.
 	left int
 }
 
@@ -72,7 +73,7 @@ func (t flatTable) field(i int) (at int, ok bool) {
 	return t.at + offset, offset != 0
 }
 
-// number returns an unsigned number of some bytes; absent is its value if it is absent.
+// number returns an unsigned number of some bytes; absent is the result if the field is absent.
 func (t flatTable) number(i, size int, absent uint64) uint64 {
 	if at, ok := t.field(i); ok {
 		return t.f.number(at, size)
@@ -105,7 +106,7 @@ func (t flatTable) vector(i, size int) flatVector {
 	return flatVector{t.f, at + 4, int(n)}
 }
 
-// string returns a string that a field refers to, or that an element of a vector is.
+// string returns the string to which a field or an element of a vector refers.
 func (t flatTable) string(i int) string {
 	if at, ok := t.field(i); ok {
 		return t.f.string(at)

@@ -24,7 +24,7 @@ const (
 	StargzDigest = "containerd.io/snapshot/stargz/toc.digest"
 	// ChunkedDigest has the digest of the compressed table of zstd:chunked.
 	ChunkedDigest = "io.github.containers.zstd-chunked.manifest-checksum"
-	// ChunkedPosition has its place: offset, length, decompressed length, and the type 1.
+	// ChunkedPosition has the table's place: offset, length, decompressed length, and the type 1.
 	ChunkedPosition = "io.github.containers.zstd-chunked.manifest-position"
 
 	// The tools of eStargz use these names for the same.
@@ -35,10 +35,10 @@ const (
 const (
 	// stargzName is the name of the table of eStargz in the layer.
 	stargzName = "stargz.index.json"
-	// tailSize is how much of the end of a blob is fetched first for eStargz. Most tables are not
-	// larger.
+	// tailSize is how many bytes at the end of a blob are fetched first for eStargz. Most tables
+	// are not larger.
 	tailSize = 64 << 10
-	// maxBlob limits a blob. Its index has a point for each tailSpan.
+	// maxBlob limits a blob. Its index has a point every tailSpan bytes after the last file.
 	maxBlob = 1 << 40
 	// maxTable limits a table, compressed or not.
 	maxTable = blobindex.MaxSpan
@@ -61,8 +61,8 @@ type Ref struct {
 	ztoc         bool  // the table is SOCI's
 }
 
-// Find returns what the annotations of a blob say of its table. ok is false if the blob has none,
-// or one that cannot be used.
+// Find returns the reference of a blob's table from the blob's annotations. ok is false if the blob
+// has no table that can be used.
 func Find(blob ocispec.Descriptor) (r Ref, ok bool) {
 	r = Ref{blobSize: blob.Size}
 	if !isSHA256(blob.Digest) || blob.Size <= 0 || blob.Size > maxBlob {
@@ -92,7 +92,7 @@ func Find(blob ocispec.Descriptor) (r Ref, ok bool) {
 	return r, fits && numbers[3] == 1
 }
 
-// isSHA256 validates first: Algorithm panics without a separator.
+// isSHA256 validates first, because Algorithm panics if there is no separator.
 func isSHA256(d digest.Digest) bool { return d.Validate() == nil && d.Algorithm() == digest.SHA256 }
 
 // String names the table.
@@ -110,15 +110,15 @@ const skippable = 8
 type From struct {
 	// Fetch returns size bytes of the blob from an offset, unverified.
 	Fetch func(ctx context.Context, offset, size int64) ([]byte, error)
-	// Inflate decompresses the beginning of a gzip member or zstd frame, out bytes. They are not
-	// verified, so another process must do it.
+	// Inflate decompresses the first out bytes of a gzip member or zstd frame. The input is not
+	// verified, so another process must decompress it.
 	Inflate func(ctx context.Context, kind blobindex.Compression, in []byte, out int64) ([]byte, error)
-	// Ztoc returns the blob that OfZtoc was called for, with MaxZtoc bytes at most, unverified.
+	// Ztoc returns the blob of OfZtoc's table, at most MaxZtoc bytes, unverified.
 	Ztoc func(ctx context.Context) ([]byte, error)
 }
 
-// Read reads a table and verifies its digest. Errors wrap ErrMalformed, or are those of the
-// functions.
+// Read reads a table and verifies its digest. Errors wrap ErrMalformed, or come from the functions
+// in From.
 func Read(ctx context.Context, r Ref, from From) (t *Table, err error) {
 	switch {
 	case r.ztoc:
@@ -234,8 +234,8 @@ func stargzTable(r Ref, offset int64, member []byte) (*Table, error) {
 	return &Table{ref: r, text: text, own: hdr, ownChunk: own, end: offset}, nil
 }
 
-// findTable returns where the footer at the end of a blob says that the table is, and the length of
-// the footer.
+// findTable reads the footer at the end of a blob. It returns the place of the table, and the
+// length of the footer.
 func findTable(tail []byte) (offset int64, footer int, err error) {
 	const legacy = "\x16\x00"
 	const present = "\x1a\x00SG\x16\x00"

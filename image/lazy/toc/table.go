@@ -25,21 +25,22 @@ import (
 const (
 	// maxEntries limits the entries of a table. Each takes about a hundred bytes of memory.
 	maxEntries = 1 << 19
-	// maxEntry limits the text of an entry. archive/tar reads headers of a mebibyte at most.
+	// maxEntry limits the text of an entry. archive/tar reads headers of at most a mebibyte.
 	maxEntry = 2 << 20
-	// maxBlocks limits the data file: EROFS has four bytes for the number of a block.
+	// maxBlocks limits the data file, because EROFS stores the number of a block in four bytes.
 	maxBlocks = 1<<32 - 2
 	// whiteout begins the names of whiteouts.
 	whiteout = ".wh."
 )
 
-// Table is a table of contents. It keeps its text, and of each entry only what Index needs.
+// Table is a table of contents. It keeps the text of the table. Of each entry it keeps only the
+// part that Index needs.
 type Table struct {
 	ref      Ref
 	text     []byte
-	own      *tar.Header // of the table itself, which is a file of the layer; nil: it is none
+	own      *tar.Header // of the table itself, if it is a file of the layer; otherwise nil
 	ownChunk chunk
-	ztoc     *ztoc // of SOCI's table; nil: another one
+	ztoc     *ztoc // of SOCI's table; nil: another format
 	end      int64 // of the part of the blob that has files
 
 	files  []int64 // sizes of the files with content, in the order of the tar
@@ -49,7 +50,7 @@ type Table struct {
 
 // chunk is a part of a file.
 type chunk struct {
-	offset int64 // in the blob, of the gzip member or zstd frame; in the tar, if the table is SOCI's
+	offset int64 // of the gzip member or zstd frame in the blob; for SOCI's table: of the content in the tar
 	inner  int64 // in what that decompresses to
 	size   int64
 	file   int   // index in files
@@ -57,7 +58,7 @@ type chunk struct {
 	sum    [sha256.Size]byte
 }
 
-// entry is an entry of a table. The forms in JSON are alike.
+// entry is an entry of a table. The formats in JSON have the same fields.
 type entry struct {
 	Name        string            `json:"name"`
 	Type        string            `json:"type"`
@@ -78,7 +79,7 @@ type entry struct {
 	ChunkDigest string            `json:"chunkDigest"`
 }
 
-// types are the types of entries. typeChunk is another part of the file before it.
+// types are the types of entries. typeChunk is a further part of the previous file.
 var types = map[string]byte{
 	"reg": tar.TypeReg, "dir": tar.TypeDir, "symlink": tar.TypeSymlink, "hardlink": tar.TypeLink, "char": tar.TypeChar,
 	"block": tar.TypeBlock, "fifo": tar.TypeFifo,
@@ -128,7 +129,7 @@ func (r *reader) next() (e entry, err error) {
 		return e, malformed("%d extended attributes", len(e.Xattrs))
 	}
 	if err != nil {
-		return e, malformed("%s", errdefs.Clip(err.Error())) // it quotes the text
+		return e, malformed("%s", errdefs.Clip(err.Error())) // the error quotes the text
 	}
 	return e, nil
 }
@@ -194,9 +195,8 @@ func (t *Table) survey() error {
 	return s.finish()
 }
 
-// settleOwn decides whether the table is a file of the layer, by what the last member before it has
-// after the last content. Some encoders keep the end of the tar there. Then the table comes after
-// it.
+// settleOwn decides whether the table is a file of the layer. Some encoders write the end of the
+// tar into the last member before the table. Then the table is not in the tar.
 func (t *Table) settleOwn(last []byte) error {
 	c := &t.chunks[len(t.chunks)-1]
 	size := t.files[c.file]
@@ -223,7 +223,7 @@ func isSet(b byte) bool { return b != 0 }
 type surveyor struct {
 	t     *Table
 	seed  maphash.Seed
-	names map[uint64]bool // hash of a name: whether it is a directory
+	names map[uint64]bool // by the hash of a name: whether it is a directory
 	file  string          // of the file that the next chunk belongs to
 	left  int64           // of that file
 }
@@ -261,7 +261,7 @@ func (s *surveyor) add(e *entry) error {
 }
 
 // name checks that no two entries have the same name, unless they are directories. Unpacking would
-// drop the content of the first one.
+// drop the content of the first entry.
 func (s *surveyor) name(name string, isDir bool) error {
 	hash := maphash.String(s.seed, path.Clean("/"+name))
 	if wasDir, there := s.names[hash]; there && !(wasDir && isDir) {
@@ -345,8 +345,8 @@ func (e *entry) header() (*tar.Header, error) {
 	return hdr, nil
 }
 
-// Outline returns the tar of all entries, with one byte as the content of each file that has some.
-// It is not the tar of the blob. Errors of the reader wrap ErrMalformed.
+// Outline returns a tar with all entries. Each file that has content has one byte as content, so it
+// is not the blob's tar. Errors of the reader wrap ErrMalformed.
 func (t *Table) Outline() io.Reader {
 	o := &outline{t: t, in: t.entries()}
 	o.tar = tar.NewWriter(&o.buf)
@@ -415,8 +415,8 @@ func (o *outline) finish() error {
 // blocks returns the number of blocks of a file.
 func blocks(size int64) int64 { return (size + tree.BlockSize - 1) / tree.BlockSize }
 
-// Place puts the sizes and places of the files into a tree that was made of the Outline, with the
-// data in size bytes. Errors wrap ErrMalformed.
+// Place puts the sizes and places of the files into a tree that was made from the Outline. size is
+// the length of the data file. Errors wrap ErrMalformed.
 func (t *Table) Place(root *tree.Node, size int64) error {
 	if size != int64(len(t.files))*tree.BlockSize {
 		return malformed("%d files of the outline have %d bytes", len(t.files), size)

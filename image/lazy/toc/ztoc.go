@@ -15,7 +15,7 @@ import (
 	"berth/image/unpack"
 )
 
-// ztocVersion is the version of the format that SOCI writes since its beginning.
+// ztocVersion is the only version of the format that SOCI has ever written.
 const ztocVersion = "0.9"
 
 // Fields of SOCI's flatbuffer (ztoc.fbs).
@@ -60,13 +60,13 @@ const ztocGzip = 1
 const (
 	ztocHeader = 4 + 8 // the number of points, and the distance between them
 	ztocPoint  = 8 + 8 + 1 + blobindex.WindowSize
-	// gzipHeader is where the first point is, if it is not in the list: older versions of SOCI
-	// leave it out.
+	// gzipHeader is the place of the first point if the list lacks it. Older versions of SOCI leave
+	// it out.
 	gzipHeader = 10
 )
 
-// OfZtoc returns the Ref of SOCI's table of a blob, which is a blob of its own. ok is false if
-// either cannot be used.
+// OfZtoc returns the Ref of SOCI's table of a blob. The table is a separate blob. ok is false if
+// the blob or the table cannot be used.
 func OfZtoc(blob, ztoc ocispec.Descriptor) (r Ref, ok bool) {
 	r = Ref{kind: blobindex.Gzip, digest: ztoc.Digest, blobSize: blob.Size, ztoc: true}
 	fits := blob.Size > 0 && blob.Size <= maxBlob && ztoc.Size > 0 && ztoc.Size <= maxTable
@@ -76,7 +76,7 @@ func OfZtoc(blob, ztoc ocispec.Descriptor) (r Ref, ok bool) {
 // MaxZtoc limits SOCI's table, in bytes.
 const MaxZtoc = maxTable
 
-// ztoc is what SOCI's table says of a blob, besides the entries.
+// ztoc is the part of SOCI's table that only this format has.
 type ztoc struct {
 	tarSize int64
 	points  []blobindex.Point
@@ -135,7 +135,8 @@ func parseZtoc(text []byte, blobSize int64) (*ztoc, error) {
 	return z, f.err
 }
 
-// setPoints reads the points. The first one gets a point for the header of the blob before it.
+// setPoints reads the points. The first span begins at the header of the blob, and gets a point if
+// the list lacks it.
 func (z *ztoc) setPoints(b []byte, n int, blobSize int64) error {
 	z.points = []blobindex.Point{{Start: true}}
 	switch {
@@ -185,8 +186,8 @@ func (z *ztoc) outEnd(span int) int64 {
 	return z.tarSize
 }
 
-// extent adds the content of an entry: a chunk for each span that has a part of it. Its place in
-// the blob is its place in the tar.
+// extent adds the content of an entry, as a chunk for each span that has a part of the content. Its
+// place in the blob is recorded as its place in the tar.
 func (s *surveyor) extent(e *entry) error {
 	z := s.t.ztoc
 	if e.Offset < z.next || e.Size > z.tarSize-e.Offset {
@@ -258,7 +259,7 @@ func (r *ztocReader) records(e *entry, list flatVector) error {
 	for i := range list.n {
 		record := list.table(i)
 		key := record.string(0)
-		if strings.HasPrefix(key, "GNU.sparse.") { // the size is not that of the content in the tar
+		if strings.HasPrefix(key, "GNU.sparse.") { // the size field is not the size of the content in the tar
 			return malformed("%.100q is sparse", e.Name)
 		}
 		name, ok := strings.CutPrefix(key, unpack.XattrRecord)

@@ -174,8 +174,8 @@ func (s *Server) PutImage(repo, tag, comment string, layers ...Layer) ocispec.De
 	return s.putImage(repo, tag, comment, ocispec.MediaTypeImageManifest, ocispec.MediaTypeImageConfig, nil, layers)
 }
 
-// PutSOCIImage is PutImage for an image with a SOCI index, as "soci convert" makes it: the tag is
-// an OCI index of both. ztocs are the tables of the layers; nil: the layer has none.
+// PutSOCIImage is PutImage for an image with a SOCI index, as "soci convert" makes it. The tag
+// names an OCI index of both. ztocs has the table of each layer, or nil.
 func (s *Server) PutSOCIImage(repo, tag string, layers []Layer, ztocs [][]byte) {
 	s.t.Helper()
 	node := &ocispec.Platform{OS: runtime.GOOS, Architecture: runtime.GOARCH}

@@ -22,7 +22,7 @@ import (
 	"github.com/sigstore/sigstore/pkg/signature"
 )
 
-// Keyless is a certificate authority like Fulcio and a log like Rekor. It makes the signatures of
+// Keyless is a certificate authority like Fulcio, with a log like Rekor. It makes signatures like
 // `cosign sign` without a key.
 type Keyless struct {
 	RootPEM []byte // certificate of the authority

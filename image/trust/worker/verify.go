@@ -45,7 +45,7 @@ func verify(root string) error {
 		if err == nil {
 			return nil
 		}
-		failed = err // the last document is the image's manifest, whose error says most
+		failed = err // the last document is the image's manifest, whose error is the most useful
 	}
 	if failed == nil {
 		failed = errors.New("no documents")

@@ -2,11 +2,11 @@
 //
 // # Contract
 //
-// The daemon (package trust) starts the program (package jail) with a tree of the files below
-// (PolicyFile and following). The program confines itself. It can then read the files of the tree.
-// It has no network and no capabilities, and may make only the system calls of Go's runtime. Then
-// it parses the documents and signatures, which may come from anyone, and writes a Verdict as JSON
-// to standard output. It never accepts an image because of an error.
+// The daemon (package trust) starts the program (package jail) with a tree of files (PolicyFile and
+// the constants after it). The program confines itself. It can then read the files of the tree. It
+// has no network and no capabilities, and may make only the system calls of Go's runtime. Then it
+// parses the documents and signatures, which may come from anyone, and writes a Verdict as JSON to
+// standard output. It never accepts an image because of an error.
 //
 // The build tag containers_image_openpgp selects the library's OpenPGP implementation in Go.
 // Without the tag the library would need GPGME, so the program then rejects every image.

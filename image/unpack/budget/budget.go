@@ -4,8 +4,9 @@
 //
 // A layer is unpacked only inside [Budget.Run]. Run waits for a slot, which registries share
 // fairly, and gives the layer's process a part of the memory. No layer waits for memory at its
-// first attempt. If the process ends because the part was too small, [Budget.Grow] says whether
-// another attempt can get more; that one waits (docs/adr/015-pull-memory-budget.md).
+// first attempt. If the process ends because its part was too small, [Budget.Grow] says whether
+// another attempt can get more. The other attempt waits for it
+// (docs/adr/015-pull-memory-budget.md).
 package budget
 
 import (
@@ -21,7 +22,7 @@ import (
 // Config configures a Budget.
 type Config struct {
 	Limits  unpack.Limits // of one layer
-	Memory  int64         // bytes that all processes together may keep of their layers; 0: Limits alone count
+	Memory  int64         // bytes that all processes together may keep of their layers; 0: only Limits counts
 	Merging int64         // bytes for merging layers; 0: erofs.MaxMemory
 	Slots   int           // concurrent processes; 0: DefaultSlots
 	Waits   *task.Waits   // nil: no recording
@@ -38,7 +39,7 @@ type Budget struct {
 	waits  *task.Waits
 }
 
-// New returns a budget of which nothing is in use.
+// New returns an unused budget.
 func New(cfg Config) *Budget {
 	if cfg.Slots <= 0 {
 		cfg.Slots = DefaultSlots
@@ -51,8 +52,8 @@ func New(cfg Config) *Budget {
 func (b *Budget) Limits() unpack.Limits { return b.limits }
 
 // Run calls make with the limits of a layer, while it holds an unpack slot of origin and memory. It
-// returns these limits. origin is the registry, or another name for the source of blobs that shares
-// the slots. what names the layer in waits.
+// returns these limits. Slots are shared among origins. An origin is a registry, or another name
+// for a source of blobs. what names the layer in waits.
 func (b *Budget) Run(ctx context.Context, origin, what string, more Shortage,
 	make func(unpack.Limits) error) (had unpack.Limits, err error) {
 	waiting := trace.Begin(ctx, "wait for unpack slot")
@@ -84,7 +85,8 @@ func (b *Budget) withMemory(ctx context.Context, what string, more Shortage) (_ 
 	return b.memory.wait(ctx, b.limits, more)
 }
 
-// Shortage says which resources an attempt needs more of. The zero value is the first attempt.
+// Shortage says which resources were too small for an earlier attempt. The zero value is the first
+// attempt.
 type Shortage struct{ memory, window bool }
 
 // Grow records why an attempt failed, and reports whether another one can get more than the limits
@@ -114,7 +116,7 @@ func (b *Budget) Grow(n Shortage, had unpack.Limits, err error) (Shortage, bool)
 // TrySlot takes a slot of origin if one is free for it. The caller calls release once.
 func (b *Budget) TrySlot(origin string) (release func(), ok bool) { return b.slots.TryAcquire(origin) }
 
-// MemoryInUse returns the bytes that layers have beyond the least share of each process.
+// MemoryInUse returns the bytes that layers use in addition to the minimum of each process.
 func (b *Budget) MemoryInUse() int64 {
 	if b.memory == nil {
 		return 0

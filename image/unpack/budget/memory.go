@@ -21,10 +21,10 @@ const usualWindow = 8 << 20
 // memory limits the memory of all unpack processes together: trees of packed layers, names of
 // directories and zstd windows beyond usualWindow.
 //
-// A layer's need shows only while it is read. So each process immediately gets the reserved minimum
-// and half of the free rest. If a layer needs more, its process ends and starts again when the
-// maximum per layer is free. Such layers wait in a queue and hold only the minimum, so each gets
-// its memory eventually. Small layers continue meanwhile.
+// How much memory a layer needs is known only while it is read. So each process immediately gets
+// the reserved minimum and half of the free rest. If a layer needs more, its process ends and
+// starts again when the maximum per layer is free. Such layers wait in a queue and hold only the
+// minimum, so each gets its memory eventually. Small layers continue meanwhile.
 type memory struct {
 	least int64         // per process, in bytes of a tree
 	most  int64         // likewise
@@ -40,8 +40,8 @@ type memory struct {
 	freed chan struct{} // closed when memory is released
 }
 
-// newMemory divides all bytes among a number of processes. If all is
-// 0 it returns nil: only the limits of each layer apply.
+// newMemory divides all bytes among a number of processes. If all is 0, it returns nil, and only
+// the limits of each layer apply.
 func newMemory(all, merging int64, processes int) *memory {
 	if all <= 0 {
 		return nil
@@ -97,7 +97,7 @@ func (m *memory) wait(
 	return limits, func() { m.release(bytes) }, nil
 }
 
-// take waits in the queue for bytes of the rest, at most all of it.
+// take waits in the queue for a part of the rest, or for all of it.
 func (m *memory) take(ctx context.Context, bytes int64) error {
 	select {
 	case m.line <- struct{}{}:

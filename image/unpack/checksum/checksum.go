@@ -1,4 +1,4 @@
-// Package checksum computes a checksum of a layer, in the form of a directory or of a packed tree.
+// Package checksum computes a checksum of a layer. The layer is a directory or a packed tree.
 //
 // # Contract
 //
@@ -24,12 +24,12 @@ import (
 	"berth/internal/safefs"
 )
 
-// Sum is a checksum of a tree: of all names, and of owner, mode, device number and content of all
-// files. Times and extended attributes do not count. It detects damage by a disk or a mistake; an
-// attacker who changes a tree could change its recorded sum as well.
+// Sum is a checksum of a tree. It covers all names, and the owner, mode, device number and content
+// of all files. It does not cover times and extended attributes. It detects damage by a disk or a
+// mistake. An attacker who changes a tree could also change its recorded sum.
 //
-// Files are created in any order, so it is a sum: each name and each file is hashed, and the hashes
-// are added, in four parts. A file with several names counts once.
+// Files are created in any order, so a checksum must not depend on the order. Each name and each
+// file is hashed, and the hashes are added, in four parts. A file with several names counts once.
 type Sum [4]uint64
 
 // IsZero reports whether s is missing, as in records of berth up to 0.2.0.
@@ -146,7 +146,7 @@ func OfDirectory(ctx context.Context, root *os.File, tick func()) (Found, error)
 	return t.Found, nil
 }
 
-// bufferSize is how much of a file is read at once.
+// bufferSize is the number of bytes of one read.
 const bufferSize = 128 << 10
 
 type summing struct {
@@ -224,7 +224,7 @@ func (t *summing) regular(path string) (Content, error) {
 	return Content{Size: n, Hash: h.Sum64()}, err
 }
 
-// untilDone is a reader that fails when the context is done: a file may be large.
+// untilDone is a reader that fails when the context is done, because a file may be large.
 type untilDone struct {
 	*summing
 	in io.Reader
@@ -238,7 +238,7 @@ func (r *untilDone) Read(p []byte) (int, error) {
 	return r.in.Read(p)
 }
 
-// OfPacked is OfDirectory for a layer that was packed: root is its tree, data its data file.
+// OfPacked is OfDirectory for a packed layer. root is its tree, and data is its data file.
 func OfPacked(ctx context.Context, root *tree.Node, data *os.File, tick func()) (Found, error) {
 	t, buf, h := &summing{ctx: ctx, tick: tick}, make([]byte, bufferSize), xxhash.New()
 	return OfTree(root, tick, func(n *tree.Node) (uint64, error) {
@@ -256,7 +256,7 @@ func OfTree(root *tree.Node, tick func(), hash func(n *tree.Node) (uint64, error
 	walk = func(path string, n *tree.Node) error {
 		tick()
 		if n.IsLink() {
-			return nil // its file belongs to a layer below
+			return nil // the linked file belongs to a layer below
 		}
 		found.Sum.AddName(path, n.Mode)
 		if known[n] {

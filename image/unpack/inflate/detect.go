@@ -13,13 +13,13 @@ const HeadSize = 10
 const (
 	gzipMagic = "\x1f\x8b"
 	zstdMagic = "\x28\xb5\x2f\xfd"
-	// skippableMagic is that of a skippable frame without its first byte, which is 0x50 to 0x5f:
-	// RFC 8878, section 3.1.2. pzstd begins with such a frame.
+	// skippableMagic is the magic number of a skippable frame (RFC 8878, section 3.1.2), without
+	// its first byte, which is 0x50 to 0x5f. pzstd begins with such a frame.
 	skippableMagic = "\x2a\x4d\x18"
 )
 
 // unsupported are compressions that other programs read. A tar does not begin with these bytes,
-// which would be the name of a file.
+// because they would be the name of a file.
 var unsupported = []struct{ name, magic string }{
 	{"xz", "\xfd7zXZ\x00"},
 	{"lz4", "\x04\x22\x4d\x18"},

@@ -8,17 +8,18 @@ import (
 	"berth/image/unpack/inflate/padding"
 )
 
-// frames passes on a zstd blob and reports where each of its frames starts. It never passes on the
-// end of one frame with the start of the next. The decoder works without concurrency, so it asks
-// for the next frame when all bytes of the frame before were returned.
+// frames passes on a zstd blob and reports where each of its frames starts. One Read never returns
+// the end of a frame together with the start of the next frame. The decoder works without
+// concurrency, so it asks for the next frame only when it has returned all bytes of the previous
+// frame.
 //
-// It does not judge the blob: what it cannot parse is the decoder's.
+// It does not judge the blob. What it cannot parse is left to the decoder.
 type frames struct {
 	from    *bufio.Reader
 	started func(in int64)
 	n       int64 // bytes passed on
 	left    int64 // bytes until the next header
-	blocks  bool  // it is that of a block
+	blocks  bool  // the header is that of a block
 	sum     int64 // bytes of the frame's checksum
 	lost    bool  // not parsed
 }
@@ -40,7 +41,7 @@ func (f *frames) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// header parses the header of a frame or block, which it does not consume.
+// header parses the header of a frame or block, but does not consume it.
 func (f *frames) header() error {
 	if f.blocks {
 		head, err := f.from.Peek(blockHeader)

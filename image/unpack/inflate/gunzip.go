@@ -15,8 +15,8 @@ import (
 // unfit records that ISA-L could not decompress a gzip.
 var unfit atomic.Bool
 
-// Gunzip returns the name of gzip's decompressor: "ISA-L" or "Go". The first gzip shows whether a
-// loaded ISA-L works; before that its name is returned.
+// Gunzip returns the name of gzip's decompressor: "ISA-L" or "Go". Whether a loaded ISA-L works is
+// known after the first gzip. Before that, it returns "ISA-L".
 func Gunzip() string {
 	if isal.Loaded() && !unfit.Load() {
 		return "ISA-L"
@@ -25,7 +25,7 @@ func Gunzip() string {
 }
 
 // newGunzip returns a reader of the gzip in blob, which records points. Go's decompressors do not
-// tell where a block begins, so that they record none.
+// tell where a block begins, so they record no points.
 func newGunzip(blob *bufio.Reader, points *blobindex.Recorder) (io.ReadCloser, error) {
 	if isal.Works() {
 		return isal.NewReader(blob, points)

@@ -3,8 +3,9 @@
 // # Contract
 //
 // The window given to NewReader limits its memory, whatever the blob contains. Zeros after
-// compressed data are padding. Invalid compressed data is a CorruptError; errors of the blob's
-// reader are passed on and take precedence. It uses ISA-L for gzip if available (package isal).
+// compressed data are padding. Invalid compressed data is a CorruptError. An error of the blob's
+// reader takes precedence and is returned unchanged. It uses ISA-L for gzip if available (package
+// isal).
 package inflate
 
 import (
@@ -20,7 +21,7 @@ import (
 const (
 	// blobBuffer is how much of a blob is buffered in front of the decompressor.
 	blobBuffer = 256 << 10
-	// MaxWindow is the memory a zstd layer may ask for: what `zstd --long` needs.
+	// MaxWindow is the largest zstd window of a layer, in bytes. It is what `zstd --long` needs.
 	MaxWindow = 128 << 20
 )
 
@@ -30,12 +31,12 @@ type CorruptError struct{ Err error }
 func (e *CorruptError) Error() string { return "decompress: " + e.Err.Error() }
 func (e *CorruptError) Unwrap() error { return e.Err }
 
-// ErrWindow is wrapped by the error about a zstd blob whose window is larger than NewReader was
-// given, and not larger than MaxWindow.
+// ErrWindow is wrapped by the error about a zstd blob whose window exceeds the argument of
+// NewReader, but not MaxWindow.
 var ErrWindow = errors.New("decompress: the window is larger than allowed for now")
 
-// Reader is the tar in a layer's blob. It returns io.EOF only after the blob
-// has been read to its own verified end. Not safe for concurrent use.
+// Reader is the tar in a layer's blob. It returns io.EOF only after the blob's reader has returned
+// io.EOF, which it does after its own checks. Not safe for concurrent use.
 type Reader struct {
 	source *source
 	blob   *bufio.Reader // of source
@@ -63,8 +64,8 @@ func (s *source) Read(p []byte) (int, error) {
 }
 
 // NewReader reads a blob in the compression that Detect finds: gzip, zstd or none. The caller
-// closes the reader, which does not close the blob. window is the memory that a zstd blob may ask
-// for. The reader records where decompression can begin, unless points is nil.
+// closes the reader, which does not close the blob. window limits the window of a zstd blob. If
+// points is not nil, the reader records in it where decompression can begin.
 func NewReader(blob io.Reader, window int64, points *blobindex.Recorder) (*Reader, error) {
 	t := &Reader{source: &source{Reader: blob}, close: func() {}, window: min(window, MaxWindow), points: points}
 	t.blob = bufio.NewReaderSize(t.source, blobBuffer)
@@ -82,7 +83,7 @@ func NewReader(blob io.Reader, window int64, points *blobindex.Recorder) (*Reade
 		if err != nil {
 			return nil, t.failure(err)
 		}
-		t.tar, t.close = z, func() { _ = z.Close() } // it was read to its end, or given up
+		t.tar, t.close = z, func() { _ = z.Close() } // the blob was read to its end, or abandoned
 	case blobindex.Zstd:
 		points.Begin(blobindex.Zstd)
 		z, err := openZstd(&frames{from: t.blob, started: t.started}, t.window)
@@ -102,7 +103,7 @@ func openZstd(from io.Reader, window int64) (*zstd.Decoder, error) {
 		zstd.WithDecoderMaxWindow(uint64(window)))
 }
 
-// started records that the part of the tar after all returned bytes starts at a byte of the blob.
+// started records where the next bytes of the tar begin in the blob.
 func (r *Reader) started(in int64) { r.points.Start(in, r.out) }
 
 // plain is a tar that is not compressed. Every read starts a part.
@@ -120,7 +121,7 @@ func (p *plain) Read(b []byte) (int, error) {
 }
 
 // EndPoints completes the record of points after the last Read has returned io.EOF. The error says
-// why there are none.
+// why there are no points.
 func (r *Reader) EndPoints() error { return r.points.Finish(r.source.n, r.out) }
 
 // Read implements io.Reader.
@@ -128,7 +129,7 @@ func (r *Reader) Read(p []byte) (int, error) {
 	n, err := r.tar.Read(p)
 	r.out += int64(n)
 	if err == io.EOF { //nolint:errorlint // a wrapped EOF is an error
-		// Read what follows the compressed data: the blob's reader verifies the digest at its end.
+		// Read the rest of the blob, because the blob's reader verifies the digest at its end.
 		if _, err := io.Copy(io.Discard, r.blob); err != nil {
 			return n, r.failure(err)
 		}
@@ -140,7 +141,7 @@ func (r *Reader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// failure returns the blob's error if it has one, else says that it is corrupt.
+// failure returns the error of the blob's reader. If it has none, the blob is corrupt.
 func (r *Reader) failure(err error) error {
 	if r.source.err != nil {
 		return r.source.err

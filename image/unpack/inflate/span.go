@@ -16,9 +16,9 @@ import (
 // spanBuffer is how much of a span is buffered.
 const spanBuffer = 64 << 10
 
-// Span decompresses from a point of a blob until out is full. in is the blob from p.In on, to the
-// end of the span or further; it was verified. window limits the memory for zstd. Errors are
-// CorruptErrors. The checksum of a gzip member is not verified if the point is inside the member.
+// Span decompresses from a point of a blob until out is full. in is the verified blob from p.In on,
+// to the end of the span or further. window limits the memory for zstd. Errors are CorruptErrors.
+// The checksum of a gzip member is not verified if the point is inside the member.
 func Span(kind blobindex.Compression, p *blobindex.Point, in, out []byte, window int64) error {
 	var err error
 	switch kind {
@@ -120,8 +120,8 @@ func (j *joined) Read(p []byte) (int, error) {
 }
 
 // aligned returns whole bytes that end with the bits of a point. They begin with blocks that have
-// no content, because package flate cannot begin inside a byte. Shifting all bits is not possible:
-// stored blocks begin at whole bytes.
+// no content, because package flate cannot begin inside a byte. Shifting all bits is not possible,
+// because stored blocks begin at whole bytes.
 func aligned(p *blobindex.Point) []byte {
 	var b bitString
 	if p.Bits%2 == 1 {
@@ -151,15 +151,16 @@ func (b *bitString) add(value uint64, bits int) {
 	}
 }
 
-// addFixedBlock appends a block with fixed codes and no content, 10 bits: RFC 1951, section 3.2.6.
+// addFixedBlock appends a block with fixed codes and no content, which has 10 bits (RFC 1951,
+// section 3.2.6).
 func (b *bitString) addFixedBlock() {
 	b.add(0, 1) // not the last block
 	b.add(1, 2) // fixed codes
 	b.add(0, 7) // end of block
 }
 
-// addDynamicBlock appends a block with codes of its own and no content, 93 bits: RFC 1951, section
-// 3.2.7. It has one code for a length, that of the block's end, and one for a distance.
+// addDynamicBlock appends a block with codes of its own and no content, which has 93 bits (RFC
+// 1951, section 3.2.7). It has one length code, for the end of the block, and one distance code.
 func (b *bitString) addDynamicBlock() {
 	b.add(0, 1)  // not the last block
 	b.add(2, 2)  // codes of its own
@@ -176,6 +177,6 @@ func (b *bitString) addDynamicBlock() {
 		b.add(1, 1) // the code of 18
 		b.add(zeros-11, 7)
 	}
-	b.add(0, 2) // twice the code of 1: the block's end and the distance
+	b.add(0, 2) // the length 1 twice: for the block's end and for the distance
 	b.add(0, 1) // the block's end
 }

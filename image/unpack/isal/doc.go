@@ -1,12 +1,12 @@
 // Package isal decompresses gzip with ISA-L, a library in C and assembly that takes a third of the
 // time of Go's implementations. It is available in builds with cgo and the tag isal, which need the
-// library's headers, if libisal.so.2 can be loaded when the program starts.
+// library's headers. When the program starts, it must be able to load libisal.so.2.
 //
 // # Contract
 //
-// Loaded reports whether the library was loaded at the start. Its result never changes, because
-// nothing is loaded later, when the program may be confined. The first call of Works decompresses a
-// sample, so a broken library affects only users of gzip.
+// Loaded reports whether the library was loaded at the start. Its result never changes, because a
+// confined program can load nothing later. The first call of Works decompresses a sample, so a
+// broken library affects only users of gzip.
 //
 // Reader reads what gzip.Reader reads: all members, each verified by checksum and length. Zeros
 // after the last member are padding. Other trailing data is an error.

@@ -155,7 +155,7 @@ import (
 	"berth/image/unpack/inflate/padding"
 )
 
-// errMemory is the error of a library that gets no memory.
+// errMemory is the error if the library gets no memory.
 var errMemory = errors.New("no memory for ISA-L")
 
 // Reader implements io.ReadCloser. Not safe for concurrent use.
@@ -190,8 +190,8 @@ func NewReader(from *bufio.Reader, points *blobindex.Recorder) (*Reader, error) 
 	return &Reader{from: from, state: state, points: points}, nil
 }
 
-// NewReaderAt is NewReader for a point of the gzip, where from begins. window is the point's, in
-// full. The checksum of the member around the point is not verified.
+// NewReaderAt is NewReader for a point of the gzip, where from begins. window is the decompressed
+// window of the point. The checksum of the member around the point is not verified.
 func NewReaderAt(from *bufio.Reader, p *blobindex.Point, window []byte) (*Reader, error) {
 	r, err := NewReader(from, nil)
 	if err != nil || p.Start {
@@ -224,7 +224,7 @@ func (r *Reader) Read(p []byte) (int, error) {
 	return 0, r.err
 }
 
-// step decompresses buffered input. It makes progress or fails.
+// step decompresses buffered input. Each call makes progress or fails.
 func (r *Reader) step(p []byte) (int, error) {
 	_, err := r.from.Peek(1)
 	if err != nil && err != io.EOF {

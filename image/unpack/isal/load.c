@@ -10,9 +10,10 @@
 
 struct library isal_library;
 
-// isal_works checks that the library decompresses a sample. The header may be of another version
-// than the library, with smaller structures. So there is room behind the structures. The confined
-// program calls it before the first gzip: a library that crashes affects only gzip.
+// isal_works checks that the library decompresses a sample. The structures of the header may be
+// smaller than those of the loaded library, if the versions differ. So there is room after the
+// structures. The confined program calls it before the first gzip, so a library that crashes
+// affects only gzip.
 int isal_works(void)
 {
 	const struct library *l = &isal_library;
@@ -61,5 +62,5 @@ __attribute__((constructor(101))) static void load(void)
 	if (found.inflate_init && found.gzip_header_init && found.read_gzip_header && found.inflate_set_dict && found.inflate)
 		isal_library = found;
 	else
-		dlclose(so); // another version: Go decompresses
+		dlclose(so); // another version, so Go decompresses
 }

@@ -1,5 +1,5 @@
-// Package process runs berth-unpack to unpack layers: one process for each layer, which can access
-// nothing but the layer's directory (package jail) and ends with it.
+// Package process runs berth-unpack to unpack layers, with one process for each layer. The process
+// can access only the layer's directory (package jail), and ends with the work.
 //
 // # Contract
 //
@@ -9,7 +9,7 @@
 // Internal. When Unpack returns, the process has ended.
 //
 // The result may be false. A blob could compromise the process through a bug in Go's runtime or in
-// the decompressors, which are memory-safe except zstd's assembly and ISA-L. Such a process can
+// the decompressors. They are memory-safe, except for zstd's assembly and ISA-L. Such a process can
 // report anything about the tar and leave anything in the tree. So the caller must use the result
 // only for images that name the same blob.
 //
@@ -44,7 +44,7 @@ import (
 
 // Program is the program berth-unpack.
 type Program struct {
-	exe   *os.File // as it was when the daemon started, whatever is installed meanwhile
+	exe   *os.File // the program as it was when the daemon started, even if another version is installed meanwhile
 	stall time.Duration
 	most  func(unpack.Limits) time.Duration // worker.CPULimit
 	log   *slog.Logger
@@ -68,16 +68,16 @@ func Open(path string, stall time.Duration, log *slog.Logger) (*Program, error) 
 // Close closes the program. Unpack must not run during or after Close.
 func (p *Program) Close() error { return p.exe.Close() }
 
-// Unpack is unpack.Layer in a process of its own. Further errors: Unavailable if the process died
-// or stalled, FailedPrecondition if it used more CPU time than any layer can need, Internal if it
-// could not be started or violated the protocol. It waits for the current Read of the blob; a blob
-// with a Read that may take long must be an unpack.Stopper.
+// Unpack is unpack.Layer in a separate process. It has further errors. It returns Unavailable if
+// the process died or stalled, and FailedPrecondition if it used more CPU time than any layer can
+// need. It returns Internal if the process could not be started or violated the protocol. It waits
+// for the current Read of the blob. If a Read may take long, the blob must be an unpack.Stopper.
 func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 	return p.do(ctx, tree, nil, blob, job)
 }
 
-// Pack is unpack.Pack in a process of its own, see Unpack. The process can access no files but data
-// and out.
+// Pack is unpack.Pack in a separate process, see Unpack. The process can access no files except
+// data and out.
 func (p *Program) Pack(ctx context.Context, data, out *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 	dir, err := os.Open(filepath.Dir(data.Name()))
 	if err != nil {
@@ -116,7 +116,7 @@ func (p *Program) do(ctx context.Context, tree *os.File, files []*os.File, blob 
 	err = p.guard("unpack", func() (err error) { result, err = w.answer(job.Limits, job.Progress); return err })
 	failpoint.Reach("unpack.answered")
 	stopKilling()
-	end, said := w.End() // whatever the answer, there is nothing left for it to do
+	end, said := w.End() // the process has nothing left to do, whatever its answer is
 	if err != nil {
 		result, err = unpack.Result{}, verdict(context.Cause(ctx), err, end, said, p.most(job.Limits))
 	}
@@ -150,8 +150,8 @@ type work struct {
 	gunzip string // its gzip implementation, once it has answered
 
 	fed      atomic.Bool  // the whole blob has been passed on, without error
-	awaiting atomic.Bool  // the blob's Read is the one that waits
-	steps    atomic.Int64 // progress, in no unit
+	awaiting atomic.Bool  // the work waits for the blob's Read
+	steps    atomic.Int64 // counter of progress, without a unit
 }
 
 // start starts a process with the given files of a layer.
@@ -182,8 +182,8 @@ func (p *Program) start(tree *os.File, readOnly bool, args []string, files []*os
 
 var feedPool = sync.Pool{New: func() any { return new([128 << 10]byte) }}
 
-// feed passes the blob on. It reports the blob's error before it closes the pipe, because the
-// process will report the truncated input. If the process does not take the blob, its answer has
+// feed passes the blob on. It records the blob's error before it closes the pipe, because the
+// process will then report a truncated input. If the process stops reading the blob, its answer has
 // the reason.
 func (w *work) feed(blob io.Reader, failed func(error)) {
 	defer w.In.Close() // a second Close is harmless
@@ -232,7 +232,7 @@ func (w *work) standsStill(ctx context.Context, stall time.Duration) bool {
 	return true
 }
 
-// errHasty is the error for a result before the end of the blob.
+// errHasty is the error if the process reports a result before the end of the blob.
 var errHasty = errors.New("result before the end of the blob")
 
 // answer reads the answer and rejects impossible results.
@@ -257,7 +257,7 @@ func (w *work) answer(limits unpack.Limits, progress func(n int)) (unpack.Result
 // verdict returns the root cause: the reason for killing the process, its own error, or its exit
 // status. The kernel kills a process that exceeds its CPU time.
 func verdict(cause, answer error, end *os.ProcessState, said string, most time.Duration) error {
-	const nearly = 0.5 // the limit counts ticks and this time does not, which matters for short times
+	const nearly = 0.5 // the limit counts ticks, and this time is exact, which matters for short times
 	var refused *unpack.Error
 	switch {
 	case cause != nil:

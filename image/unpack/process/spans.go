@@ -15,15 +15,15 @@ import (
 	"berth/internal/failpoint"
 )
 
-// Inflater decompresses the spans of one blob in a process of its own, which can access no files.
-// Calls must not be concurrent. After an error it is of no use. The caller closes it.
+// Inflater decompresses the spans of one blob in a separate process, which can access no files.
+// Calls must not be concurrent. After an error it cannot be used any more. The caller closes it.
 type Inflater struct {
 	p *Program
 	w *work
 }
 
-// Inflate starts a process that decompresses spans of a blob. dir is a directory that becomes its
-// root directory. tarSize is the length of the blob's tar in bytes, which limits its CPU time.
+// Inflate starts a process that decompresses spans of a blob. dir becomes the root directory of the
+// process. tarSize is the length of the blob's tar in bytes, which limits its CPU time.
 func (p *Program) Inflate(dir string, kind blobindex.Compression, tarSize int64) (*Inflater, error) {
 	root, err := os.Open(dir)
 	if err != nil {
@@ -39,10 +39,10 @@ func (p *Program) Inflate(dir string, kind blobindex.Compression, tarSize int64)
 	return &Inflater{p, w}, nil
 }
 
-// Span returns the out bytes of the tar that a span has. in is the span's part of the blob, from
-// p.In on, and is verified. The result may be false: see Unpack. Errors: DataLoss if in does not
-// decompress to so many bytes; Unavailable if the process died, or took longer than the limit of
-// Open; ctx's.
+// Span returns the out bytes of the tar in a span. in is the span's verified part of the blob, from
+// p.In on. The result may be false: see Unpack. The error is DataLoss if in does not decompress to
+// out bytes. It is Unavailable if the process died or took longer than the limit of Open. Otherwise
+// it is the error of ctx.
 func (i *Inflater) Span(ctx context.Context, p blobindex.Point, in []byte, out int64) ([]byte, error) {
 	if out < 0 || out > blobindex.MaxSpan {
 		return nil, errdefs.New(codes.DataLoss, "span of %d bytes", out)
@@ -74,7 +74,7 @@ func (i *Inflater) ask(p *blobindex.Point, in []byte, out int64) ([]byte, error)
 	return worker.ReadTar(i.w.Out, out)
 }
 
-// Close ends the process and waits for it. It implements lazy.Inflater; its error is nil.
+// Close ends the process and waits for it. It implements fill.Inflater, and returns nil.
 func (i *Inflater) Close() error {
 	state, said := i.w.End()
 	i.p.log.Debug("ended decompression of spans", "cpu", state.UserTime()+state.SystemTime(), "peakKiB", peak(state),

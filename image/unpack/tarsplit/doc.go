@@ -1,21 +1,21 @@
-// Package tarsplit records the parts of a layer's tar that a stored layer lacks, so that the exact
-// tar can be restored. berth keeps no blobs; the tar's digest names the layer in its image.
+// Package tarsplit records the parts of a layer's tar that are not in the stored layer, so that the
+// exact tar can be restored. berth keeps no blobs. The tar's digest names the layer in its image.
 //
 // # Contract
 //
-// berth-unpack records while it reads the tar (Recorder): the bytes of headers and padding, and for
-// the content of each file the place where the layer stores it. The daemon restores any range of
-// the tar from that and from the layer (Reader).
+// While berth-unpack reads the tar, it writes the record (Recorder). The record has the bytes of
+// headers and padding. For the content of each file it has the place in the stored layer. The
+// daemon restores any range of the tar from the record and the layer (Reader).
 //
 // The daemon does not trust the record, because a blob may have compromised berth-unpack. Reader
-// limits its memory, and refers to nothing but the content of the same layer. The bytes that it
-// returns may be wrong. Their digest shows it.
+// limits its memory, and reads only content of the same layer. The bytes that it returns may be
+// wrong, which their digest shows.
 //
 // # Format
 //
 // The file begins with magic. Blocks follow. Each block is three unsigned varints (uncompressed
 // length, compressed length, bytes of the tar) and its compressed data (raw deflate). All blocks
-// but the last have at least blockSize bytes, and at most maxBlock. A block contains whole
+// except the last have at least blockSize bytes, and at most maxBlock. A block contains whole
 // operations:
 //
 //	4n    n bytes              the tar continues with these bytes
@@ -23,7 +23,7 @@
 //	4n+2  offset+1             n bytes of the data file from an offset
 //	4n+2  0 length name        n bytes of the named file from its start
 //
-// Unlike the format of vbatts/tar-split, which other runtimes use, this one gives access to any
+// Other runtimes use the format of vbatts/tar-split. Unlike it, this format gives access to any
 // range, and refers to content by its place. So it restores a tar that contains a name twice, and
 // needs no second parser of the tar.
 package tarsplit
@@ -41,7 +41,7 @@ const (
 	blockSize = 128 << 10
 	maxName   = 4096                                // PATH_MAX
 	maxBlock  = blockSize + 2*literalSize + maxName // the last operations may exceed blockSize
-	// literalSize is the most bytes of one operation.
+	// literalSize is the maximum number of bytes of one operation.
 	literalSize = 64 << 10
 )
 
@@ -49,7 +49,7 @@ const (
 const (
 	MaxFile    = 64 << 20 // bytes of the file
 	maxLiteral = 1 << 30  // bytes that are not the content of files
-	// maxRaw limits all operations. Beside literals they take some bytes for each file.
+	// maxRaw limits all operations. In addition to literals, a block has some bytes for each file.
 	maxRaw = maxLiteral + 512<<20
 )
 

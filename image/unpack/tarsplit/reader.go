@@ -2,7 +2,7 @@ package tarsplit
 
 import (
 	"bytes"
-	"compress/flate" // in the standard library all of it is memory-safe
+	"compress/flate" // the standard library's implementation is memory-safe
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -13,8 +13,8 @@ import (
 
 // Content reads the content of files of a layer.
 type Content interface {
-	// ReadContent fills p with the content at a place, starting at an offset from there. An error
-	// is not nil if it could not fill p.
+	// ReadContent fills p with the content at a place, starting at an offset from there. It returns
+	// an error if it could not fill p.
 	ReadContent(at Ref, p []byte, offset int64) error
 }
 
@@ -51,7 +51,7 @@ type operation struct {
 }
 
 // Open opens a record of fileSize bytes of a tar with tarSize bytes. It reads the headers of all
-// blocks. The error wraps ErrDamaged if they are not those of such a tar.
+// blocks. The error wraps ErrDamaged if the headers do not fit such a tar.
 func Open(file io.ReaderAt, fileSize, tarSize int64, content Content) (*Reader, error) {
 	r := &Reader{file: file, content: content, size: tarSize}
 	if fileSize > MaxFile {
@@ -126,7 +126,7 @@ func number(p []byte) (n uint64, rest []byte, err error) {
 // Size returns the length of the tar in bytes.
 func (r *Reader) Size() int64 { return r.size }
 
-// ReadAt implements io.ReaderAt for the tar. Errors of the content are passed on.
+// ReadAt implements io.ReaderAt for the tar. Errors of the content are returned unchanged.
 func (r *Reader) ReadAt(p []byte, offset int64) (n int, err error) {
 	if offset < 0 {
 		return 0, errors.New("negative offset")

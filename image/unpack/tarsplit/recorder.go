@@ -9,7 +9,7 @@ import (
 	"github.com/klauspost/compress/flate"
 )
 
-// Recorder passes on a tar and records it. It is not safe for concurrent use.
+// Recorder is a reader of a tar that records what is read. It is not safe for concurrent use.
 type Recorder struct {
 	from    io.Reader
 	out     io.Writer // nil: nothing is recorded
@@ -27,7 +27,7 @@ type Recorder struct {
 	err         error // of out
 }
 
-// NewRecorder returns a Recorder of a tar to out. out may be nil: then nothing is recorded.
+// NewRecorder returns a Recorder of a tar to out. If out is nil, nothing is recorded.
 func NewRecorder(from io.Reader, out io.Writer) *Recorder {
 	r := &Recorder{from: from, out: out}
 	if out == nil {
@@ -64,7 +64,7 @@ func (r *Recorder) Content(size int64, at Ref) {
 	r.endBlock()
 }
 
-// Drop ends the recording: content that was recorded is no longer in the layer.
+// Drop ends the recording, because recorded content is no longer in the layer.
 func (r *Recorder) Drop() { r.unsupported = true }
 
 func (r *Recorder) recording() bool { return r.out != nil && !r.unsupported && r.err == nil }
@@ -160,8 +160,8 @@ func (r *Recorder) put(p []byte) {
 	}
 }
 
-// Finish ends the record after the end of the tar. kept is false if the tar cannot be restored;
-// then the record is of no use.
+// Finish ends the record after the end of the tar. If the tar cannot be restored, kept is false,
+// and the record is of no use.
 func (r *Recorder) Finish() (kept bool, err error) {
 	if r.recording() {
 		r.endLiteral()

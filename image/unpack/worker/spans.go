@@ -17,13 +17,14 @@ import (
 )
 
 // SpanArgs returns the arguments for the decompression of spans of a blob, whose tar has tarSize
-// bytes. The process reads spans from standard input and writes their tars to standard output,
-// one after another, until its input ends.
+// bytes. The process reads spans from standard input and writes their tars to standard output, one
+// after another, until its input ends.
 func SpanArgs(kind blobindex.Compression, tarSize int64) []string {
 	return []string{toInflate, strconv.Itoa(int(kind)), strconv.FormatInt(tarSize, 10)}
 }
 
-// spanHeap is Go's memory limit: a span, its tar and the largest zstd window, with garbage.
+// spanHeap is Go's memory limit. It suffices for a span, its tar, the largest zstd window, and
+// garbage.
 const spanHeap = heapBase + blobindex.MaxIn + blobindex.MaxSpan + inflate.MaxWindow
 
 func runSpans(args []string, root *os.File) error {
@@ -49,7 +50,7 @@ func runSpans(args []string, root *os.File) error {
 	return answerSpans(os.Stdin, os.Stdout, blobindex.Compression(kind))
 }
 
-// answerSpans decompresses spans until the input ends. Its memory is that of the largest one.
+// answerSpans decompresses spans until the input ends. Its memory depends on the largest span.
 func answerSpans(from io.Reader, to io.Writer, kind blobindex.Compression) error {
 	var buf bytes.Buffer
 	var tar []byte

@@ -21,7 +21,7 @@ import (
 // Version changes with every change of the arguments and messages.
 const Version = "9"
 
-// Kinds of messages. A message is a frame (package frame). Names come first; the last message is an
+// Kinds of messages. A message is a frame (package frame). Names come first. The last message is an
 // error or the summary.
 const (
 	kindGunzip   = 'G' // name of what reads gzip
@@ -34,12 +34,12 @@ const (
 )
 
 const (
-	// maxBody is the size of the largest body, a link.
+	// maxBody is the size of the largest body, which is that of a link.
 	maxBody = 2*unix.PathMax + 1
 	maxText = 4 << 10
 	// maxGunzip limits the name of the gzip implementation.
 	maxGunzip = 16
-	// maxBytes is more than a layer can take or have: sums of a few stay far from overflow.
+	// maxBytes is larger than any real size of a layer. Sums of a few such numbers cannot overflow.
 	maxBytes = 1 << 56
 )
 
@@ -54,8 +54,8 @@ func (w *Writer) put(kind byte, body []byte) {
 	_, _ = w.w.Write(body)
 }
 
-// Gunzip reports gzip's decompressor by its name from inflate.Gunzip. It is sent with the next
-// message of another kind.
+// Gunzip reports gzip's decompressor by its name from inflate.Gunzip. The name is sent with the
+// next message of another kind.
 func (w *Writer) Gunzip(name string) { w.put(kindGunzip, []byte(name)) }
 
 // Progress reports how many bytes of the tar have been read.
@@ -97,10 +97,10 @@ func appendSummary(b []byte, r unpack.Result) []byte {
 	return append(b, r.Digest...)
 }
 
-// Reader receives messages and trusts nothing. It takes memory for at most unpack.MaxTold bytes of
-// names and for one message. It validates what it returns: names are clean and limited, numbers are
-// in range, an error has a code that a layer can cause and a short printable text. It cannot check
-// whether the result is true.
+// Reader receives messages from a process that is not trusted. It takes memory for at most
+// unpack.MaxTold bytes of names and for one message. It validates its results: names are clean and
+// limited, and numbers are in range. An error has a code that a layer can cause, and a short
+// printable text. It cannot check whether the result is true.
 type Reader struct {
 	r    *bufio.Reader
 	body [maxBody]byte
@@ -213,7 +213,7 @@ func (r *Reader) summary(body []byte) (unpack.Result, error) {
 	return result, result.Check()
 }
 
-// number decodes a number of b; the rest is nil if b starts with none.
+// number decodes a number of b; the rest is nil if b does not start with a number.
 func number(b []byte) (n uint64, rest []byte) {
 	n, size := binary.Uvarint(b)
 	if size <= 0 {

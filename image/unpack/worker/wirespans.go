@@ -12,13 +12,13 @@ import (
 	"berth/internal/frame"
 )
 
-// Messages about spans: the daemon sends a span, berth-unpack answers with its tar or an error.
+// Messages about spans. The daemon sends a span, and berth-unpack answers with its tar or an error.
 const (
 	kindSpan = 'S' // length of the tar, point, bytes of the blob
 	kindTar  = 'T' // bytes of the tar
 )
 
-// maxSpan limits a span: index limits its bytes, and the rest is a point.
+// maxSpan limits a span. Package index limits its bytes, and the rest is a point.
 const maxSpan = blobindex.MaxIn + 64<<10
 
 // maxError limits an error: its code and its text.
@@ -27,7 +27,7 @@ const maxError = binary.MaxVarintLen64 + maxText
 // ErrMalformed is wrapped by errors about messages of a span that violate the protocol.
 var ErrMalformed = errors.New("a malformed message")
 
-// WriteSpan sends a span: in has its bytes of the blob, which decompress to out bytes.
+// WriteSpan sends a span. in has its bytes of the blob, which decompress to out bytes.
 func WriteSpan(w io.Writer, p *blobindex.Point, out int64, in []byte) error {
 	head := blobindex.AppendPoint(binary.AppendUvarint(nil, uint64(out)), p)
 	message := frame.AppendHeader(make([]byte, 0, frame.HeaderSize+len(head)), kindSpan, len(head)+len(in))

@@ -4,10 +4,11 @@
 // # Contract
 //
 // The daemon (package process) starts the program (package jail) with the layer's tree. It passes
-// the blob on standard input and the other parameters as arguments. To pack a layer, the tree is
-// read-only and two files follow. The program first confines itself and then reads the blob. It
-// writes its answer with a Writer to standard output. Standard error is for fatal errors of Go's
-// runtime. The daemon reads the answer with a Reader, which trusts nothing.
+// the blob on standard input and the other parameters as arguments. If the layer is to be packed,
+// the tree is read-only, and the program gets two open files for the result. The program first
+// confines itself and then reads the blob. It writes its answer with a Writer to standard output.
+// Standard error is for fatal errors of Go's runtime. The daemon reads the answer with a Reader,
+// which validates it.
 package worker
 
 import (
@@ -52,7 +53,7 @@ const (
 )
 
 const (
-	// heapLimit is the upper bound of Go's memory limit, whatever the limits of the layer.
+	// heapLimit is the upper bound of Go's memory limit for any layer.
 	heapLimit = 256 << 20
 	// heapBase is the heap of a process that keeps nothing of its layer and uses a zstd window of
 	// usualWindow.
@@ -62,11 +63,10 @@ const (
 	mostNames = 64 << 20
 	// collectAt is GOGC. The default would collect garbage every few megabytes.
 	collectAt = 400
-	// addresses is what Go's runtime and the C library map of writable memory beside the heap.
-	// Little of it is used.
+	// addresses is the size of the writable memory that Go's runtime and the C library map in
+	// addition to the heap. Little of this memory is used.
 	addresses = 128 << 20
-	// memoryLimit is the upper bound of the kernel's memory limit, whatever the limits of the
-	// layer.
+	// memoryLimit is the upper bound of the kernel's memory limit for any layer.
 	memoryLimit = 640 << 20
 	// fileLimit allows a descriptor for each level of a directory that is removed, and a reserve.
 	fileLimit = 4096
@@ -130,25 +130,25 @@ func optional(given string, file uintptr, name string) (*os.File, error) {
 	return inherited(file, name), nil
 }
 
-// CPULimit returns the CPU time limit for a layer within these limits: many times the need of the
-// most expensive layer on the slowest machine. It is a second limit, for work that package unpack
-// does not limit.
+// CPULimit returns the limit of CPU time for a layer with the given limits. It is many times what
+// the most expensive layer needs on the slowest machine. It is a second limit, for work that
+// package unpack does not limit.
 func CPULimit(l unpack.Limits) time.Duration {
 	const (
 		start    = 10 * time.Minute
 		tarRate  = 4 << 20   // bytes of the tar a second
-		fileRate = 256 << 20 // bytes of files a second; those beyond the tar are holes
+		fileRate = 256 << 20 // bytes of files a second; bytes beyond the tar are holes
 		perEntry = time.Millisecond
 	)
 	seconds := l.Tar/tarRate + l.Bytes/fileRate
 	return start + time.Duration(seconds)*time.Second + time.Duration(min(l.Entries, l.Tar/512))*perEntry
 }
 
-// Main returns the exit status: 0 if there was an answer, be it an error.
+// Main returns the exit status. It is 0 if there was an answer, even if the answer is an error.
 func Main() int { return jail.Main("berth-unpack", Version, run) }
 
-// HeapFor returns Go's memory limit: the limit of the layer's data, half as much for garbage, and
-// the zstd window, which causes no garbage.
+// HeapFor returns Go's memory limit. It is the sum of the limit of the layer's data, half as much
+// for garbage, and the zstd window, which causes no garbage.
 func HeapFor(job unpack.Job, pack bool) int64 {
 	limits := job.Limits.WithDefaults()
 	if !pack {
@@ -173,7 +173,7 @@ func run(args []string, tree *os.File) error {
 	}
 	debug.SetMemoryLimit(HeapFor(job, pack))
 	debug.SetGCPercent(collectAt)
-	// A file is never larger than all of them may be.
+	// A single file is never larger than the limit of all files.
 	grant := jail.Grant{
 		Memory:   uint64(MemoryFor(job, pack)),
 		FileSize: uint64(max(job.Limits.Bytes, tarsplit.MaxFile, blobindex.MaxEncoded)),
@@ -219,8 +219,8 @@ func (p pipe) Abort() {
 }
 
 const (
-	blockSize = 4 << 10  // of a data file: each file fills its last one
-	treeSize  = 64 << 20 // of a tree with little in it
+	blockSize = 4 << 10  // of a data file, in which each file fills its last block
+	treeSize  = 64 << 20 // of a small tree
 )
 
 // answer unpacks the layer and writes the result or the error.

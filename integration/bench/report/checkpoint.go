@@ -48,21 +48,7 @@ func (c Checkpoints) Print(w io.Writer) error {
 }
 
 func (c Checkpoints) markdown(out *bytes.Buffer) error {
-	fmt.Fprintf(out, checkpointHeading+`
-%s
-Berth beside runc and CRIU by hand (`+"`contrib/bench -checkpoint`"+`). A cell holds median, minimum and maximum. The ratio is that of the medians. A bold median reaches its goal.
-Before each sample a small program is started ten times. That took %.1f ms (median of the slowest row).
-
-- Both save and restore the same image with the same mounts and limits, in the namespaces of the same pod. Samples alternate. Both write into a tmpfs, except in the rows "on the disk".
-- "frozen" is what the processes see: they look at the clock once a millisecond, and the longest gap counts. It includes the wait for a processor.
-- "checkpoint" is CheckpointPod of a pod with one container. It includes the hashes of all files, the signature and the sync. runc only writes CRIU's images.
-- "a tar" is CheckpointContainer. By hand it is runc checkpoint, tar, and a sync. Berth writes the memory once: on ext4 and XFS the file of the memory becomes the tar (fallocate with
-  FALLOC_FL_INSERT_RANGE), on btrfs the tar shares its blocks (reflink). On a tmpfs, and if the tar is on another filesystem than berth's root, the kernel copies it.
-- "start" begins with StartContainer or runc restore, and ends when the process looks at the clock.
-- The CPU time includes all programs and the container itself.
-- "first frozen to last frozen" compares the times of the last looks before the gap, so it is up to a millisecond too long. By hand it is ten times runc pause at the same time.
-
-`, c.Setting, c.Results.slowestPace())
+	out.WriteString(checkpointHeading + "\n")
 	t := tableWriter{w: out}
 	t.printf("| | goal | %s | berth | ratio |\n|---|---:|---:|---:|---:|\n", ByHand)
 	for _, row := range CheckpointRows {
@@ -72,6 +58,19 @@ Before each sample a small program is started ten times. That took %.1f ms (medi
 	if t.err != nil {
 		return t.err
 	}
+	fmt.Fprintf(out, `
+%s
+The table compares berth with runc and CRIU by hand (`+"`contrib/bench -checkpoint`"+`). A cell holds median, minimum and maximum. The ratio compares the medians. A bold median reaches its goal.
+Before each sample a small program is started ten times. That took %.1f ms (median of the slowest row).
+
+- Both sides save and restore the same image with the same mounts and limits, in the namespaces of the same pod. Samples alternate. Both sides write into a tmpfs, except in the rows "on the disk".
+- "frozen" is the time that the processes notice. They look at the clock once a millisecond, and the longest gap counts. The gap includes the wait for a processor.
+- "checkpoint" is CheckpointPod of a pod with one container. It includes the hashes of all files, the signature and the sync. runc only writes CRIU's images.
+- "a tar" is CheckpointContainer. By hand it is runc checkpoint, tar, and a sync. Berth writes the memory once. On ext4 and XFS the file with the memory becomes the tar (fallocate with FALLOC_FL_INSERT_RANGE). On btrfs the tar shares the blocks of that file (reflink). On a tmpfs, and if the tar is on another filesystem than berth's root, the kernel copies it.
+- "start" begins with StartContainer or runc restore, and ends when the process looks at the clock.
+- The CPU time includes all programs and the container itself.
+- "first frozen to last frozen" compares when each container last looked at the clock before its gap, so it is up to a millisecond too long. By hand, ten runs of runc pause begin at the same time.
+`, c.Setting, c.Results.slowestPace())
 	misses(out, CheckpointRows, c.Results, "\n")
 	failures(out, CheckpointRows, c.Results, []string{ByHand, Ours}, "\n### What failed\n\n")
 	out.WriteString("\n")

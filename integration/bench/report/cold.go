@@ -65,18 +65,7 @@ func (c ColdStarts) Print(w io.Writer) error {
 }
 
 func (c ColdStarts) markdown(out *bytes.Buffer) error {
-	fmt.Fprintf(out, coldHeading+`
-%s
-A node that has no layer of an image pulls it and starts a container (`+"`contrib/bench -cold`"+`). A cell holds median, minimum and maximum. The ratio is that of berth's medians.
-
-- %s
-- The registry is in another network namespace. Its link has a token bucket filter with the row's rate, and each request waits 20 ms.
-- "berth lazy" has the index of the layer from an earlier pull (lazy.policy = "on"). The image itself was removed.
-- "until it serves" begins with PullImage, and ends with the first answer of the server: HTTP 200, or PONG from redis.
-- "Reads that waited" had to wait for content that was not fetched yet. Each start knows which parts earlier starts have waited for: the first one is not counted. The limit of 99 %% is the bound of a bucket of berth's metric.
-- "until the image is complete" has the same beginning. Without lazy layers that is the end of PullImage.
-
-`, c.Setting, c.Image)
+	out.WriteString(coldHeading + "\n")
 	columns := []string{ColdOther, Ours, Lazy}
 	t := tableWriter{w: out}
 	t.printf("| | %s | lazy / eager |\n|---|---:|---:|---:|---:|\n", strings.Join(columns, " | "))
@@ -93,6 +82,17 @@ A node that has no layer of an image pulls it and starts a container (`+"`contri
 	if t.err != nil {
 		return t.err
 	}
+	fmt.Fprintf(out, `
+%s
+A node pulls an image of which it has no layer, and starts a container (`+"`contrib/bench -cold`"+`). A cell holds median, minimum and maximum. The last column compares berth's medians.
+
+- %s
+- The registry is in another network namespace. Its link has a token bucket filter with the row's rate, and each request waits 20 ms.
+- "berth lazy" has the index of the layer from an earlier pull (lazy.policy = "on"). The image itself was removed.
+- "until it serves" begins with PullImage, and ends with the first answer of the server: HTTP 200, or PONG from redis.
+- "Reads that waited" had to wait for content that was not fetched yet. Each start knows which parts earlier starts have waited for. The first start of a row knows none, so it is not counted. The row "99 %% of these waits" shows the upper bound of a bucket of berth's metric.
+- "until the image is complete" begins with PullImage, too. Without lazy layers it ends with PullImage.
+`, c.Setting, c.Image)
 	failures(out, c.Rows, c.Results, columns, "\n### What failed\n\n")
 	out.WriteString("\n" + coldNotes + "\n")
 	return nil

@@ -93,13 +93,15 @@ const drawingsHeading = "## Where the time goes\n"
 func (p Page) markdown(out *bytes.Buffer, checkpoints string) error {
 	fmt.Fprint(out, `# Performance
 
-For everyone who compares runtimes. A cell holds the median and, after the slash, the 99th percentile. A bold value reaches its goal.
-[How to read the table](#how-to-read-the-table) and [how it was measured](#measurement) are below it.
+For everyone who compares runtimes.
 
 `)
 	if err := Table(out, p.Results, p.Columns, func(Row) bool { return true }); err != nil {
 		return err
 	}
+	fmt.Fprint(out, `
+A cell holds the median and, after the slash, the 99th percentile. A bold value reaches its goal. [How to read the table](#how-to-read-the-table) has the details.
+`)
 	p.explain(out)
 	misses(out, Rows, p.Results, "\n## Goals that berth does not reach\n\n")
 	var names []string
@@ -134,12 +136,12 @@ func (p Page) explain(out *bytes.Buffer) {
 - A cell holds the median and, after the slash, the 99th percentile. With fewer than 100 values the maximum replaces the percentile. With fewer than 10 values a cell holds the median only.
 - Parentheses hold the median in multiples of berth's median. They also hold n, the number of values, if fewer than 30. Each runtime is measured for 100 to 120 s per row.
 - A bold value reaches its goal. The goals are for a machine where containerd with runc takes 121 ms in the first row.
-- A dash means not measured. Both OCI runtimes share one containerd in rows that start no pod.
+- A dash means not measured. In rows that start no pod, both OCI runtimes share one containerd.
 - "machine" shows how slow the shared machine was during the row. Before each sample a small program is started ten times. The column compares that time with the shortest one (%.1f ms).
 
 Terms:
 
-- "To Running" means RunPodSandbox, CreateContainer and StartContainer, one pod after another unless the row says otherwise. All pods run the same small program.
+- "To Running" means RunPodSandbox, CreateContainer and StartContainer. Pods start one after another unless the row says otherwise. All pods run the same small program.
 - Samples of the runtimes alternate, except in the rows with 500 and 100 pods.
 - CPU time is the time of the runtime's cgroup and its pods. It includes ended processes, plugins and preparations for the next pod. It does not include the kernel's own threads.
 - Memory is the proportional set size (PSS). It is measured after the client has listed everything twice and nothing has changed for 5 s.

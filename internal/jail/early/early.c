@@ -13,14 +13,14 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#ifndef OPEN_TREE_CLONE // <linux/mount.h> and glibc's <sys/mount.h>, which exclude each other, or neither
+#ifndef OPEN_TREE_CLONE // <linux/mount.h> and glibc's <sys/mount.h> exclude each other, and some systems have neither
 #define OPEN_TREE_CLONE 1
 #define OPEN_TREE_CLOEXEC O_CLOEXEC
 #endif
 
 enum {
 	tree = 3,                // jail.TreeFD
-	stack_size = 256 * 1024, // of threads: reserved memory counts for the limit
+	stack_size = 256 * 1024, // stack size of threads, because reserved memory counts for the limit
 };
 
 static void must(int succeeded, const char *step)
@@ -62,8 +62,8 @@ static void limit_stacks(void)
 	pthread_attr_destroy(&attr);
 }
 
-// confine_early has no priority, so it runs after constructors with one: package isal has loaded
-// its library by then.
+// confine_early has no priority, so it runs after constructors with a priority. Package isal has
+// loaded its library by then.
 __attribute__((constructor)) static void confine_early(void)
 {
 	must(fcntl(tree, F_GETFD) >= 0, "berth-unpack must be started by berth");

@@ -29,7 +29,7 @@ func attribute(key, value string) *common.KeyValue {
 	}
 }
 
-// describeSender returns the resource of all spans: this daemon.
+// describeSender returns the resource of all spans, which is this daemon.
 func describeSender(cfg Config) *resource.Resource {
 	r := &resource.Resource{
 		Attributes: []*common.KeyValue{attribute("service.name", "berth"), attribute("service.version", cfg.Version)},
@@ -56,7 +56,7 @@ func encodeRequest(sender *resource.Resource, version string,
 }
 
 // spansOf returns the spans of an operation. The client's span is the parent of the first one.
-// Without it the spans form a new trace.
+// If there is no client's span, the spans form a new trace.
 func spansOf(t *trace.Trace) []*tracev1.Span {
 	traceID := t.Remote.TraceID
 	if !t.Remote.Valid() {
@@ -110,7 +110,7 @@ const (
 )
 
 // refusal returns an error if an ExportTraceServiceResponse reports rejected spans. A retry would
-// not help. refusal parses the response by hand, because the message's Go package imports a REST
+// not help. The response is parsed by hand, because the message's Go package imports a REST
 // gateway.
 func refusal(answer []byte) error {
 	partial, ok := field(answer, responsePartial, protowire.BytesType)
@@ -120,14 +120,14 @@ func refusal(answer []byte) error {
 	rejected, ok := field(partial, partialRejected, protowire.VarintType)
 	n, _ := protowire.ConsumeVarint(rejected)
 	if !ok || n == 0 {
-		return nil // a message without rejected spans is only a warning
+		return nil // if no span was rejected, the message is only a warning
 	}
 	message, _ := field(partial, partialMessage, protowire.BytesType)
 	return status.Errorf(codes.InvalidArgument, "the collector refused %d spans: %.200q", n, message)
 }
 
-// field returns the content of the first field with that number and type. ok is false if the
-// message does not contain it or is malformed.
+// field returns the content of the first field with a number and type. ok is false if the message
+// has no such field or is malformed.
 func field(message []byte, number protowire.Number, kind protowire.Type) (value []byte, ok bool) {
 	for len(message) > 0 {
 		n, t, length := protowire.ConsumeTag(message)

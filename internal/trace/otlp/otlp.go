@@ -5,7 +5,7 @@
 // Export never waits. It puts a trace into a queue of queueLength, or drops and counts it if the
 // queue is full. One goroutine collects the traces of a second, sends them, and retries for a while
 // if the collector allows it. It drops and counts traces that it cannot deliver. Close sends the
-// queue until its context ends.
+// rest of the queue, until its context ends.
 //
 // The package uses OTLP's generated message types but not OpenTelemetry's SDK. The SDK (1.47, with
 // otlptracegrpc) makes a bare gRPC server 5 MB larger and costs 2.2 MB of PSS even if nothing is
@@ -90,7 +90,7 @@ func New(cfg Config) (*Exporter, error) {
 }
 
 // Sample reports whether to export an operation. The trace that the request carries decides.
-// Without one the sampling rate decides.
+// If there is no such decision, the sampling rate decides.
 func (e *Exporter) Sample(asking trace.Remote) bool {
 	if asking.Valid() {
 		return asking.Sampled
@@ -154,8 +154,8 @@ func (e *Exporter) run() {
 	}
 }
 
-// gather waits for traces and returns the traces of about a second. more is false if the exporter
-// stops and these are the last.
+// gather waits for traces and returns the traces of about a second. If the exporter stops and these
+// are the last traces, more is false.
 func (e *Exporter) gather() (batch []*trace.Trace, more bool) {
 	var soon <-chan time.Time
 	for len(batch) < batchLength {

@@ -73,8 +73,8 @@ func newGRPCSender(cfg Config) (*grpcSender, error) {
 		grpc.WithUserAgent("berth/"+cfg.Version),
 		grpc.WithNoProxy(),
 		grpc.WithIdleTimeout(sendTimeout), // closes the connection and its goroutines while no pods start
-		// Detect a collector that disappeared without closing the connection. An idle exporter
-		// sends nothing and needs no timer.
+		// This detects a collector that has disappeared without closing the connection. An idle
+		// exporter sends no pings and needs no timer.
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: sendTimeout, Timeout: sendTimeout}),
 		grpc.WithDefaultCallOptions(grpc.ForceCodec(encoded{}), grpc.MaxCallRecvMsgSize(maxAnswer)))
 	if err != nil {

@@ -4,25 +4,25 @@
 // has some 400 rules, and compiling them takes longer than the rest of that process.
 // Here the launcher runs the same code once per profile and captures the program (capture.h).
 //
-// libcontainer also installs the filter before its own last steps, so every profile would have to
-// allow what these need (fstatfs, openat2, statx: runc#5059), or even setuid and capset. Here init
-// installs the filter as its last step: after it comes only the execve of the command.
-// [Table.Pass] adds the program to the process's arguments, behind a NUL byte. [Init], in the new
-// process, takes the profile out of libcontainer's configuration. libcontainer does all of its
-// work, and its execve fails because of the NUL byte. Then Init installs the filter and executes
-// the command.
+// libcontainer also installs the filter before its own last steps. So every profile would have to
+// allow the system calls of these steps (fstatfs, openat2, statx: runc#5059), or even setuid and
+// capset. Here init installs the filter as its last step, and only the execve of the command
+// follows. [Table.Pass] adds the program to the process's arguments, behind a NUL byte. [Init], in
+// the new process, takes the profile out of libcontainer's configuration. libcontainer does all of
+// its work, and its execve fails because of the NUL byte. Then Init installs the filter and
+// executes the command.
 //
-// Without no_new_privs only CAP_SYS_ADMIN may install a filter. So the process keeps it in its
-// permitted and effective set until execve, which computes the command's sets from the bounding,
-// inheritable and ambient sets (capabilities(7)). These never have it.
+// If no_new_privs is not set, only CAP_SYS_ADMIN may install a filter. So the process keeps this
+// capability in its permitted and effective set until execve. execve computes the command's sets
+// from the bounding, inheritable and ambient sets (capabilities(7)), which never have it.
 //
 // # Contract
 //
 // The filter is always libcontainer's for the profile. If Init did not take the profile out,
-// libcontainer would install the filter itself, and its execve would fail: no command runs without
-// its filter. No command brings a filter of its own: Pass refuses arguments with a NUL byte.
-// libcontainer keeps its order for profiles with a listener, and for containers with
-// startContainer hooks, which it runs with the filter.
+// libcontainer would install the filter itself, and its execve would fail. So no command runs
+// without its filter. A command cannot bring its own filter, because Pass refuses arguments with a
+// NUL byte. For profiles with a listener, and for containers with startContainer hooks,
+// libcontainer itself installs the filter, and the hooks run with it.
 package bpfcache
 
 import (
@@ -49,7 +49,7 @@ const carrierPrefix = "\x00berth-seccomp:"
 // ErrArgument is the error of a command with a NUL byte in an argument.
 var ErrArgument = errors.New("an argument of the command has a NUL byte")
 
-// Denied is the error of a profile that does not allow what the start of a command needs.
+// Denied is the error if a profile does not allow the system calls that start a command.
 type Denied struct{ Syscall string }
 
 func (e *Denied) Error() string {
@@ -57,9 +57,9 @@ func (e *Denied) Error() string {
 }
 
 // Pass adds the filter of the container's profile to a process that is about to start. It adds
-// nothing if there is no profile, or if libcontainer must install the filter itself: if the profile
-// does not compile, init reports why. The error is *Denied for a profile without execve, and
-// ErrArgument for a command that could be taken for one with a filter.
+// nothing if there is no profile, or if libcontainer must install the filter itself. If the profile
+// does not compile, init reports why. The error is *Denied if the profile does not allow execve. It
+// is ErrArgument if the command looks like a command with a filter.
 func (t *Table) Pass(p *libcontainer.Process, config *configs.Config) error {
 	switch {
 	case slices.ContainsFunc(p.Args, func(arg string) bool { return strings.IndexByte(arg, 0) >= 0 }):
@@ -72,7 +72,7 @@ func (t *Table) Pass(p *libcontainer.Process, config *configs.Config) error {
 	if p.Capabilities == nil {
 		p.Capabilities = config.Capabilities // libcontainer's rule
 	}
-	if p.Capabilities == nil { // Init cannot know what the command gets
+	if p.Capabilities == nil { // Init cannot know the privileges of the command
 		return nil
 	}
 	f, err := t.filterOf(config.Seccomp)
@@ -120,7 +120,7 @@ func (t *Table) filterOf(profile *configs.Seccomp) (*filter, error) {
 	return f, t.add(key, f.encode())
 }
 
-// filter is a program as the kernel takes it.
+// filter is a BPF program in the kernel's form.
 type filter struct {
 	flags   uint32 // of seccomp(2)
 	patch   int    // bytes of program that libcontainer adds before libseccomp's
@@ -180,7 +180,7 @@ func decode(data []byte) (*filter, error) {
 // auditArchs are the kernel's names of architectures (struct seccomp_data).
 var auditArchs = map[string]uint32{"amd64": unix.AUDIT_ARCH_X86_64, "arm64": unix.AUDIT_ARCH_AARCH64}
 
-// allows returns whether the filter lets a system call through, whatever its arguments. It returns
+// allows returns whether the filter allows a system call with all possible arguments. It returns
 // true if it cannot tell.
 func (f *filter) allows(call uint32) bool {
 	arch, known := auditArchs[runtime.GOARCH]
@@ -212,8 +212,8 @@ func (f *filter) allows(call uint32) bool {
 	return action == unix.SECCOMP_RET_ALLOW || action == unix.SECCOMP_RET_LOG
 }
 
-// flagsOf returns the flags of seccomp(2) for a profile without a listener. TSYNC has no effect,
-// because the other threads end with the execve; libcontainer ignores it, too.
+// flagsOf returns the flags of seccomp(2) for a profile that has no listener. TSYNC would have no
+// effect, because the other threads end with the execve. libcontainer also ignores it.
 func flagsOf(profile *configs.Seccomp) (flags uint32) {
 	for _, f := range profile.Flags {
 		switch f {
@@ -228,8 +228,8 @@ func flagsOf(profile *configs.Seccomp) (flags uint32) {
 	return flags
 }
 
-// key identifies a profile. It is a cryptographic hash: nobody can write a profile whose key is
-// that of another one.
+// key identifies a profile. It is a cryptographic hash, so nobody can write a profile with the key
+// of another profile.
 type key [sha256.Size]byte
 
 // profileKey returns the key of a profile's filter.

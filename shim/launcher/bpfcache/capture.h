@@ -9,7 +9,7 @@
 
 void capture_start(void);
 
-// capture_program returns the last exported program, valid until capture_stop; NULL: there is none.
+// capture_program returns the last exported program, which is valid until capture_stop, or NULL.
 const void *capture_program(size_t *size);
 
 void capture_stop(void);

@@ -21,8 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// startInitialization does all of libcontainer's work in init. It returns only if something failed;
-// the error is nil if the launcher has it already.
+// startInitialization does all of libcontainer's work in init. It returns only after a failure. The
+// error is nil if the launcher already has it.
 //
 //go:linkname startInitialization github.com/opencontainers/runc/libcontainer.startInitialization
 func startInitialization() error
@@ -53,7 +53,7 @@ func Init() {
 	os.Exit(255)
 }
 
-// command is what remains to be executed after libcontainer's work.
+// command is the command to execute after libcontainer's work.
 type command struct {
 	*filter
 	args, env []string
@@ -65,7 +65,7 @@ type command struct {
 const initPipe = "_LIBCONTAINER_INITPIPE"
 
 // takeOver reads init's configuration and gives it to libcontainer without the seccomp profile. It
-// returns nil for a process without a filter.
+// returns nil if the process has no filter.
 func takeOver() (*command, error) {
 	fd, err := strconv.Atoi(os.Getenv(initPipe))
 	if err != nil {
@@ -114,8 +114,8 @@ func newCommand(config map[string]json.RawMessage) (c *command, err error) {
 	return c, err
 }
 
-// withoutFilter removes the profile from init's configuration. Without no_new_privs it adds the
-// capability that installing a filter needs, until the execve; see the package's comment.
+// withoutFilter removes the profile from init's configuration. If no_new_privs is not set, it adds
+// the capability to install a filter, until the execve. See the package's comment.
 func withoutFilter(config map[string]json.RawMessage) (err error) {
 	var container map[string]json.RawMessage
 	if err := json.Unmarshal(config["config"], &container); err != nil {
@@ -140,9 +140,9 @@ func withoutFilter(config map[string]json.RawMessage) (err error) {
 	return err
 }
 
-// replaceInitPipe makes libcontainer read this configuration. It comes from a socket, as
-// libcontainer's own: processes of the container can see init's descriptors, and may open files
-// and pipes among them, but no sockets.
+// replaceInitPipe makes libcontainer read this configuration. Like libcontainer's own
+// configuration, it comes from a socket. Processes of the container can see init's descriptors.
+// They may open files and pipes through them, but not sockets.
 func replaceInitPipe(config map[string]json.RawMessage) error {
 	data, err := json.Marshal(config)
 	if err != nil {
@@ -155,7 +155,7 @@ func replaceInitPipe(config map[string]json.RawMessage) error {
 	go func() { // it ends when libcontainer has read everything, or with the process
 		ours := os.NewFile(uintptr(pair[1]), "init")
 		defer ours.Close()
-		_, _ = ours.Write(data) // libcontainer reports what it cannot read
+		_, _ = ours.Write(data) // libcontainer reports an error if it cannot read the configuration
 	}()
 	return os.Setenv(initPipe, strconv.Itoa(pair[0]))
 }
@@ -176,7 +176,8 @@ func (c *command) execute(path string) error {
 	panic("unreachable")
 }
 
-// vector returns strings as execve takes them. Nothing frees it: execve replaces the memory.
+// vector returns strings in the form for execve. They are never freed, because execve replaces the
+// memory.
 func vector(list []string) **C.char {
 	const pointer = unsafe.Sizeof(uintptr(0))
 	first := (**C.char)(C.calloc(C.size_t(len(list)+1), C.size_t(pointer))) // it ends with NULL

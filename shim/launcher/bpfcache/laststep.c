@@ -13,8 +13,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// drop_handlers gives each signal that Go's runtime handles its default action, as execve will do.
-// Otherwise a signal between filter and execve would need rt_sigreturn.
+// drop_handlers sets the default action for each signal that Go's runtime handles, as execve will
+// do. Otherwise a signal between filter and execve would need rt_sigreturn.
 static void drop_handlers(void)
 {
 	for (int sig = 1; sig < NSIG; sig++) {
@@ -46,7 +46,7 @@ static void fail(const char *what, const char *path, int reason)
 	if (*path && first[0] >= 'A' && first[0] <= 'Z' && first[1] >= 'a') // as Go spells it
 		first[0] += 'a' - 'A';
 	written = write(STDERR_FILENO, text, n < (int)sizeof(text) ? (size_t)n : sizeof(text) - 1);
-	(void)written; // nothing is left to be told
+	(void)written; // nobody can be told any more
 	syscall(SYS_exit_group, 255);
 	__builtin_trap();
 }

@@ -27,7 +27,7 @@ import (
 //go:linkname generatePatch github.com/opencontainers/runc/libcontainer/seccomp/patchbpf.generatePatch
 func generatePatch(profile *configs.Seccomp) ([]bpf.Instruction, error)
 
-// patchOf returns libcontainer's patch as struct sock_filter.
+// patchOf returns libcontainer's additional instructions as struct sock_filter.
 func patchOf(profile *configs.Seccomp) (encoded []byte, err error) {
 	patch, err := generatePatch(profile)
 	if err != nil {
@@ -45,8 +45,8 @@ func patchOf(profile *configs.Seccomp) (encoded []byte, err error) {
 	return encoded, nil
 }
 
-// compile makes the filter as libcontainer does, without installing it. It returns nil if
-// libcontainer fails; init will report the reason.
+// compile makes the filter as libcontainer does, but does not install it. If libcontainer fails, it
+// returns nil, and init will report the reason.
 func compile(profile *configs.Seccomp) (*filter, error) {
 	C.capture_start()
 	defer C.capture_stop()
@@ -64,7 +64,7 @@ func compile(profile *configs.Seccomp) (*filter, error) {
 	}
 	program := slices.Concat(patch, C.GoBytes(captured, C.int(size)))
 	f := &filter{flags: flagsOf(profile), patch: len(patch), program: program}
-	if _, err := decode(f.encode()); err != nil { // the kernel would refuse it
+	if _, err := decode(f.encode()); err != nil { // the kernel would refuse the filter
 		return nil, nil
 	}
 	return f, nil

@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Table holds the filters of all launchers of a daemon. They inherit its memory from the daemon;
-// no other process can access it. It is not safe for concurrent use within a process.
+// Table holds the filters of all launchers of a daemon. The launchers inherit its memory from the
+// daemon. No other process can access it. It is not safe for concurrent use within a process.
 type Table struct{ f *os.File }
 
 // NewTable returns the table in shared memory, which may be empty.
@@ -77,7 +77,7 @@ func (t *Table) end() (int64, error) {
 }
 
 func (t *Table) read(b []byte, at int64) error {
-	if _, err := t.f.ReadAt(b, at); err != nil && !errors.Is(err, io.EOF) { // a short table reads as zeros
+	if _, err := t.f.ReadAt(b, at); err != nil && !errors.Is(err, io.EOF) { // the missing part of a short table reads as zeros
 		return fmt.Errorf("read the table of seccomp filters: %w", err)
 	}
 	return nil

@@ -31,9 +31,9 @@ const (
 	mountsPrefix = "mountpoints-"
 )
 
-// fields are the fields of a message by number. The last value of a scalar field counts. Several
-// nested messages of a field count as one, whose encoding is that of all: so says the specification
-// of protobuf, and CRIU's decoder.
+// fields are the fields of a message by number. The last value of a scalar field counts. If a field
+// has several nested messages, they count as one message, whose encoding is the concatenation of
+// all. The specification of protobuf says so, and CRIU's decoder does the same.
 type fields struct {
 	numbers  map[protowire.Number]uint64
 	texts    map[protowire.Number][]byte
@@ -79,7 +79,7 @@ func eachEntry(dir *safefs.Dir, name string, magic uint32, do func(fields) error
 	})
 }
 
-// eachMessage calls do with each entry of an image, which is not decoded.
+// eachMessage calls do with each entry of an image, and does not decode the entries.
 func eachMessage(dir *safefs.Dir, name string, magic uint32, do func([]byte) error) error {
 	image, err := dir.OpenRegular(name, os.O_RDONLY)
 	if err != nil {

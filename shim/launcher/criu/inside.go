@@ -28,15 +28,16 @@ const (
 	pidNamespace   = 5 // first field with the ID of a namespace (criu/images/core.proto)
 )
 
-// mountFields are the fields with the ID of a mount, by the field of its kind in an entry of a file
-// (criu/images/fdinfo.proto): of a regular file and of a unix socket.
+// mountFields has the numbers of the fields with the ID of a mount. The key is the field of the
+// file's kind in an entry (criu/images/fdinfo.proto): a regular file or a unix socket.
 var mountFields = map[protowire.Number]protowire.Number{3: 7, 16: 17}
 
-// Inside returns the images in a directory, by name, that differ for a CRIU in the container's own
-// namespaces. CRIU makes namespaces only where those of the processes differ from its own ones, as
-// it saved both. So the inventory names the container's as CRIU's own, except the PID namespace,
-// which CRIU makes. Files have no mount, because CRIU then knows no mounts. The error has the type
-// Refused if the container had no PID namespace of its own, or a deleted file was open.
+// Inside returns the changed images, by name, for a CRIU that runs in the container's own
+// namespaces. CRIU makes a namespace only if the saved namespace of the processes differs from
+// CRIU's saved own namespace. So the inventory names the container's namespaces as CRIU's own. The
+// PID namespace is an exception, because CRIU must make it. Files have no mount, because CRIU then
+// knows no mounts. The error has the type Refused if the container shared a PID namespace, or if a
+// deleted file was open.
 func Inside(images *os.File) (map[string][]byte, error) {
 	dir, err := safefs.OpenDir(images, "")
 	if err != nil {
@@ -96,7 +97,8 @@ func inventoryInside(dir *safefs.Dir) ([]byte, error) {
 	return appendEntry(binary.LittleEndian.AppendUint32(nil, inventoryMagic), changed), nil
 }
 
-// filesWithoutMounts returns the image of files with the mount -1, none, for each file.
+// filesWithoutMounts returns the image of files in which each file has the mount -1, which means
+// none.
 func filesWithoutMounts(dir *safefs.Dir) ([]byte, error) {
 	out := binary.LittleEndian.AppendUint32(nil, commonMagic)
 	out = binary.LittleEndian.AppendUint32(out, filesMagic)
@@ -125,7 +127,8 @@ func appendEntry(image, entry []byte) []byte {
 	return append(image, entry...)
 }
 
-// readInventory returns the only entry of the inventory. Unlike other images it has one magic.
+// readInventory returns the only entry of the inventory. Unlike other images it has only one magic
+// number.
 func readInventory(dir *safefs.Dir) ([]byte, error) {
 	image, err := dir.OpenRegular(inventoryImage, os.O_RDONLY)
 	if err != nil {

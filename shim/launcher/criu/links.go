@@ -22,13 +22,13 @@ const (
 	procKind   = 1
 )
 
-// WithoutLinks returns the images of mounts in the directory images by name, with the option
-// nosymfollow for each mount. CRIU then mounts them with it, and follows no symbolic link in them.
-// proc filesystems and the root filesystem keep their options.
+// WithoutLinks returns the images of mounts in the directory images, by name. In the result each
+// mount has the option nosymfollow, with which CRIU then mounts it. So CRIU follows no symbolic
+// link in it. proc filesystems and the root filesystem keep their options.
 //
-// CRIU mounts what the launcher supplies, and then sets the options, but not if they equal those of
-// another mount of the same files. So such mounts also get options that the kernel ignores, in
-// different combinations.
+// CRIU mounts the mounts that the launcher supplies, and then sets their options. It does not set
+// them if another mount of the same files has equal options. So such mounts also get options that
+// the kernel ignores, in different combinations.
 func WithoutLinks(images *os.File) (map[string][]byte, error) {
 	dir, err := safefs.OpenDir(images, "")
 	if err != nil {
@@ -67,8 +67,8 @@ func WithoutLinks(images *os.File) (map[string][]byte, error) {
 	return changed, err
 }
 
-// ignored are options of filesystems. The kernel ignores them for one mount (MS_REMOUNT with
-// MS_BIND).
+// ignored are options of filesystems. The kernel ignores these options for a single mount
+// (MS_REMOUNT with MS_BIND).
 var ignored = []uint64{unix.MS_SYNCHRONOUS, unix.MS_MANDLOCK, unix.MS_DIRSYNC, unix.MS_SILENT, unix.MS_POSIXACL,
 	unix.MS_I_VERSION, unix.MS_LAZYTIME}
 

@@ -64,7 +64,7 @@ func readMappings(dir *safefs.Dir, pid uint32) (all []mapping, err error) {
 }
 
 // checkOrder checks that mappings are ascending, disjoint, in the range of addresses and of known
-// kinds. That of vsyscall is the last, and ranges of guard pages follow all mappings.
+// kinds. The mapping of vsyscall is the last, and ranges of guard pages follow all mappings.
 func checkOrder(all []mapping) error {
 	var before mapping // of the same list
 	guards := false
@@ -109,13 +109,13 @@ func find(all []mapping, start, size uint64) *mapping {
 // pages is the saved content of a process's private memory.
 type pages struct {
 	runs []run
-	file *os.File // nil: none is saved
+	file *os.File // nil: no page is saved
 }
 
 // run is a range of saved pages.
 type run struct {
 	start, end uint64
-	offset     int64 // in the file; -1: not there
+	offset     int64 // offset in the file; -1: not in the file
 }
 
 func openPages(dir *safefs.Dir, pid uint32) (*pages, error) {
@@ -139,7 +139,8 @@ func openPages(dir *safefs.Dir, pid uint32) (*pages, error) {
 	return m, err
 }
 
-// add adds an entry of a pagemap, whose pages are at the offset. It returns the next offset.
+// add adds an entry of a pagemap. The entry's pages are at an offset of the file. It returns the
+// next offset.
 func (m *pages) add(f fields, offset int64) (next int64, err error) {
 	const address, count, inParent, flags, longCount = 1, 2, 3, 4, 5
 	const parent, present = 1, 4 // flags
@@ -165,7 +166,7 @@ func (m *pages) add(f fields, offset int64) (next int64, err error) {
 	return offset + int64(n*pageSize), nil
 }
 
-// read returns saved bytes. Those that are not saved are zero; complete is false if there are any.
+// read returns saved bytes. Pages that are not saved are zero, and then complete is false.
 func (m *pages) read(at, size uint64) (data []byte, complete bool, err error) {
 	data, complete = make([]byte, size), true
 	for have := uint64(0); have < size; {
@@ -182,7 +183,7 @@ func (m *pages) read(at, size uint64) (data []byte, complete bool, err error) {
 	return data, complete, nil
 }
 
-// offset returns where an address is in the file; -1: it is not there.
+// offset returns the offset of an address in the file, or -1 if it is not there.
 func (m *pages) offset(at uint64) int64 {
 	i := sort.Search(len(m.runs), func(i int) bool { return m.runs[i].end > at })
 	if i == len(m.runs) || at < m.runs[i].start || m.runs[i].offset < 0 {

@@ -18,8 +18,8 @@ import (
 	"berth/shim/proto"
 )
 
-// Process is a CRIU that the launcher controls (criu swrk). That of Start runs in a cgroup of its
-// own, so that it can be killed with everything it started.
+// Process is a CRIU that the launcher controls (criu swrk). Start runs it in a separate cgroup, so
+// that it can be killed with everything it has started.
 type Process struct {
 	cmd   *exec.Cmd
 	conn  *net.UnixConn
@@ -70,7 +70,7 @@ func StartCommand(cmd *exec.Cmd, more ...*os.File) (*Process, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer theirs.Close() // CRIU has it
+	defer theirs.Close() // CRIU has its own copy
 	cmd.ExtraFiles = append([]*os.File{theirs}, more...)
 	if err := cmd.Start(); err != nil {
 		return nil, fmt.Errorf("start CRIU: %w", errors.Join(err, conn.Close()))
@@ -87,7 +87,7 @@ func (p *Process) Hangup() {
 	_ = p.cmd.Wait()   // its answer has told the result
 }
 
-// reap waits for CRIU's end, and then ends the wait for its answer. A child of a killed CRIU may
+// reap waits for CRIU's end, and then ends the wait for CRIU's answer. A child of a killed CRIU may
 // still hold the other end of the socket.
 func (p *Process) reap() {
 	_ = p.cmd.Wait()       // its answer has told the result
@@ -119,7 +119,7 @@ func (p *Process) Version() (program.Version, error) {
 	return program.Version{Major: int(v.GetMajorNumber()), Minor: int(v.GetMinorNumber()), Sub: int(v.GetSublevel())}, nil
 }
 
-// Dump dumps a container. CRIU asks before some of its steps; all are allowed.
+// Dump dumps a container. CRIU asks before some of its steps, and all steps are allowed.
 func (p *Process) Dump(opts *rpc.CriuOpts) error {
 	failpoint.Reach("launcher.criu-dump")
 	resp, err := p.request(&rpc.CriuReq{Type: ptr(rpc.CriuReqType_DUMP), Opts: opts})
@@ -186,10 +186,12 @@ func explain(resp *rpc.CriuResp) string {
 	return "unknown error"
 }
 
-// EndTimeout bounds the death of a killed CRIU. One that takes longer hangs in the kernel.
+// EndTimeout bounds the death of a killed CRIU. A killed CRIU that takes longer hangs in the
+// kernel.
 const EndTimeout = 10 * time.Second
 
-// End lets CRIU end by itself for a grace time, kills what is left, and removes the cgroup.
+// End lets CRIU end by itself for a grace time, kills the remaining processes, and removes the
+// cgroup.
 func (p *Process) End(grace time.Duration) error {
 	err := p.conn.Close()
 	select {
@@ -208,10 +210,10 @@ func (p *Process) End(grace time.Duration) error {
 	return err
 }
 
-// Abort makes CRIU undo its steps and end. Kill follows if that takes too long.
+// Abort makes CRIU undo its steps and end. If that takes too long, Kill follows.
 func (p *Process) Abort() error { return program.Abort(p.dir) }
 
-// Kill kills CRIU with everything it has started. End reports what this leaves.
+// Kill kills CRIU with everything it has started. End reports processes that survive.
 func (p *Process) Kill() error { return cgroup.KillChild(p.dir, EndTimeout) }
 
 func ptr[T any](v T) *T { return &v }

@@ -19,11 +19,11 @@ func (e *Refused) Error() string { return e.Reason }
 func refused(format string, args ...any) error { return &Refused{fmt.Sprintf(format, args...)} }
 
 // Check refuses saved processes of an unusual form, with an error of the type Refused. images is
-// the directory of CRIU's images, and vdso the content of this kernel's vDSO.
+// the directory of CRIU's images. vdso is the content of this kernel's vDSO.
 //
-// The check is defence in depth and no promise: CRIU's code runs as root in the memory of the saved
-// processes, so whoever restores them trusts them. Check compares what CRIU uses there before the
-// processes have their own rights back:
+// The check is defence in depth, and gives no guarantee. CRIU's code runs as root in the memory of
+// the saved processes, so whoever restores them trusts them. Check examines the data that CRIU uses
+// there before the processes have only their own rights:
 //
 //   - The vDSO has the content of this kernel's.
 //   - The areas of restartable sequences are private memory, and no sequence is in progress.
@@ -46,7 +46,7 @@ func Check(images *os.File, vdso []byte) error {
 // process is a process of the tree.
 type process struct {
 	pid     uint32
-	threads []uint32 // with that of the PID
+	threads []uint32 // including the ID of the PID namespace
 }
 
 func readProcess(data []byte) (process, error) {
@@ -108,7 +108,7 @@ func (p process) named(err error) error {
 	return err
 }
 
-// thread is what the check needs of a thread.
+// thread has the data of a thread for the check.
 type thread struct {
 	id                 uint32
 	state              uint64 // of its process, in the image of the first thread

@@ -126,7 +126,7 @@ func (n *Node) checkCRIUKernel() (findings []Finding) {
 	return findings
 }
 
-// effectiveCapabilities returns those of this process.
+// effectiveCapabilities returns the effective capabilities of this process.
 func (n *Node) effectiveCapabilities() (uint64, error) {
 	status, err := n.value("/proc/self/status")
 	if err != nil {
@@ -150,7 +150,7 @@ func hasFileHandles(*Node) bool {
 }
 
 // hasDiag returns a function that asks the kernel for the sockets of a family, which needs the
-// option. The kernel loads its module. ENOENT means that there is none.
+// option. The kernel loads the module for the family. ENOENT means that there is no such module.
 func hasDiag(family, protocol uint8) func(*Node) bool {
 	return func(*Node) bool {
 		const sockDiagByFamily = 20
@@ -161,9 +161,9 @@ func hasDiag(family, protocol uint8) func(*Node) bool {
 	}
 }
 
-// diagRequest returns the request for no states of sockets: struct inet_diag_req_v2, which is the
-// longest one. All of them begin with family and protocol, and have the states at offset 4, except
-// for packet sockets.
+// diagRequest returns a request for sockets in no state, so the answer is empty. It has the form of
+// struct inet_diag_req_v2, the longest of the requests. All begin with family and protocol. Except
+// for packet sockets, they have the states at offset 4.
 func diagRequest(family, protocol uint8) []byte {
 	const size = 56
 	request := make([]byte, size)

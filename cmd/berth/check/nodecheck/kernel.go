@@ -51,11 +51,11 @@ func checkProcess(_ context.Context, n *Node) []Finding {
 	return findings
 }
 
-// The oldest kernel with everything that berth needs. Overlayfs' volatile mounts are the newest
-// part; openat2 (5.6), pidfds and clone into a cgroup (5.7) are older.
+// The oldest kernel with everything that berth needs. The newest required feature is overlayfs'
+// volatile mounts. openat2 (5.6), pidfds and clone into a cgroup (5.7) are older.
 const oldestMajor, oldestMinor = 5, 10
 
-// features of newer kernels, and the consequences without them.
+// features of newer kernels, and the consequences if they are missing.
 var features = []struct {
 	major, minor int
 	name, brings string

@@ -100,7 +100,7 @@ func (n *Node) checkQuotas() Finding {
 	}
 }
 
-// percent returns 100 if the filesystem does not count: btrfs does not count inodes.
+// percent returns 100 if the filesystem does not count, as btrfs does not count inodes.
 func percent(part, whole uint64) uint64 {
 	if whole == 0 {
 		return 100

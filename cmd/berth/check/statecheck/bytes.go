@@ -11,7 +11,7 @@ import (
 	"berth/image/lazy"
 )
 
-// Bytes: the content of each layer is unchanged. It has as many files and bytes as when it was
+// Bytes: the content of each layer is unchanged. A layer has as many files and bytes as when it was
 // created. Names, contents, owners and modes are compared if berth stored a checksum of them. The
 // tree of a packed layer is unchanged byte by byte, with times and extended attributes, if berth
 // stored its digest. The indexes of blobs are valid.
@@ -58,7 +58,7 @@ func compareBytes(ctx context.Context, f *facts, report *Report) error {
 	return compareIndexes(f, d)
 }
 
-// compareIndexes checks that each index of a blob is valid. No image needs one.
+// compareIndexes checks that each index of a blob is valid. No image needs an index.
 func compareIndexes(f *facts, d *finder) error {
 	damaged, err := lazy.Inspect(f.imageRoot())
 	if err != nil {

@@ -86,8 +86,8 @@ func (f *facts) readBoot() (err error) {
 	return err
 }
 
-// maxProcFile bounds the files in /proc that are read here, in bytes. The longest have cgroup
-// paths, 4096 bytes in each of about 15 hierarchies.
+// maxProcFile bounds the files in /proc that are read here, in bytes. The longest files have cgroup
+// paths, with up to 4096 bytes for each of about 15 hierarchies.
 const maxProcFile = 256 << 10
 
 // readProc reads a file in /proc with a size limit, because the process may influence its content.
@@ -101,7 +101,7 @@ func (f *facts) readProc(parts ...string) ([]byte, error) {
 }
 
 // findDaemon finds the process that has the lock file of root open. The signature in the file may
-// be missing if the disk was full or read-only at its start.
+// be missing if the disk was full or read-only when the daemon started.
 func (f *facts) findDaemon() error {
 	path, err := filepath.EvalSymlinks(filepath.Join(f.node.Root, "lock"))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -168,7 +168,7 @@ func podName(id string) string       { return "pod " + id }
 func containerName(id string) string { return "container " + id }
 
 // podRuns reports whether a pod has a pause, a network and mounts by its record. Pods of an earlier
-// boot, or of an earlier run of the state directory, have none.
+// boot, or of an earlier state directory, have none of these.
 func (f *facts) podRuns(p *state.FoundPod) bool {
 	return p.Stage == state.Running && p.BootID == f.boot && f.isThisRun(p.RunID)
 }
@@ -184,8 +184,8 @@ func (f *facts) containerRuns(c *state.FoundContainer) bool {
 	return c.Stage == state.Running && c.BootID == f.boot && f.isThisRun(c.RunID)
 }
 
-// isThisRun reports whether an object of that run of the state directory can have runtime state. It
-// cannot if the directory was emptied since. Earlier versions record no run IDs.
+// isThisRun reports whether an object belongs to the present state directory, so that it can have
+// runtime state. It cannot if the directory was emptied since. Earlier versions record no run IDs.
 func (f *facts) isThisRun(id string) bool { return f.run.Has(id) || f.run.ID == "" }
 
 // containerIsIdle reports whether the container was not started, or the remains of its launch were
@@ -194,7 +194,7 @@ func (f *facts) containerIsIdle(c *state.FoundContainer) bool {
 	return c.Stage == state.Created || c.Stage == state.Ended && f.daemon != 0
 }
 
-// namesIn lists a directory. A missing one is empty.
+// namesIn lists a directory. A missing directory counts as empty.
 func namesIn(dir string) ([]string, error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -10,10 +10,10 @@ import (
 	"berth/sandbox/state"
 )
 
-// File descriptors: the daemon's are bounded by its pods and containers. It holds no namespace and
-// no deleted file. It holds pidfds only of running objects' processes and of its own children. It
-// holds cgroups and directories only of recorded objects. The number of its other descriptors is
-// limited, and the limit grows with containers, children and clients.
+// File descriptors: pods and containers bound the number of the daemon's descriptors. The daemon
+// holds no namespace and no deleted file. It holds pidfds only of running objects' processes and of
+// its own children. It holds cgroups and directories only of recorded objects. The number of its
+// other descriptors is limited, and the limit grows with containers, children and clients.
 
 // descriptor is an open file of a process.
 type descriptor struct {
@@ -24,7 +24,7 @@ type descriptor struct {
 
 // Limits on how many open files of a process are read. Any process may have a million.
 const (
-	firstDescriptors = 1 << 10 // of a process that may be the daemon: a daemon opens its lock first
+	firstDescriptors = 1 << 10 // of a process that may be the daemon, because a daemon opens its lock first
 	mostLinks        = 1 << 18 // of the daemon
 )
 
@@ -84,7 +84,7 @@ const (
 	atRest       = 64 // listeners, logs, locks, epoll, inotify, directories, a pull's connections
 	perContainer = 24 // nine statistics files on cgroup v1, and sessions
 	perChild     = 8
-	perProcess   = 8 // pidfds of one process: each waiter has a duplicate
+	perProcess   = 8 // pidfds of one process, because each waiter has a duplicate
 )
 
 func compareDescriptors(f *facts, d *finder) {
@@ -142,8 +142,8 @@ func (f *facts) compareDescriptor(d *finder, fd descriptor) {
 	}
 }
 
-// isNetworkOfThread reports whether this is /proc/PID/task/TID/net/dev. It serves the statistics of
-// a pod also after the thread that opened it has ended.
+// isNetworkOfThread reports whether this is /proc/PID/task/TID/net/dev. Such a descriptor still
+// serves the statistics of a pod after the thread that opened it has ended.
 func isNetworkOfThread(path string) bool {
 	match, _ := filepath.Match("/proc/*/task/*/net/dev", path) // the pattern is valid
 	return match

@@ -58,7 +58,7 @@ func compareLayers(f *facts, d *finder) {
 			}
 		}
 	}
-	if f.views == nil || f.views.pulls > 0 { // the next daemon collects unused layers; a pull has layers before its image
+	if f.views == nil || f.views.pulls > 0 { // the next daemon collects unused layers, and a pull creates layers before its image
 		return
 	}
 	for l, stored := range f.layers.Layers {
@@ -77,7 +77,7 @@ func comparePartial(f *facts, d *finder) {
 	for _, path := range f.partial.Unknown {
 		d.differ(path, "", "not a berth file")
 	}
-	if f.daemon == 0 { // the next daemon deletes expired ones
+	if f.daemon == 0 { // the next daemon deletes expired layers
 		return
 	}
 	for _, path := range f.partial.Expired {

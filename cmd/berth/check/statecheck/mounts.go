@@ -9,7 +9,7 @@ import (
 
 // Mounts: below the daemon's directories the host has the daemon's own mounts, and each running
 // pod's tmpfs and pinned namespaces. Each exists once. Volumes of pods of "berth run" may be
-// mounts, too. The host has no others there. Launchers mount in their own mount namespaces.
+// mounts, too. The host has no other mounts there. Launchers mount in their own mount namespaces.
 
 func compareMounts(f *facts, d *finder) {
 	expected, allowed := f.expectedMounts()
@@ -35,12 +35,12 @@ func compareMounts(f *facts, d *finder) {
 }
 
 // expectedMounts returns the mount points that must exist, with the object of each, and further
-// ones that may exist.
+// mount points that may exist.
 func (f *facts) expectedMounts() (expected map[string]string, allowed map[string]bool) {
 	expected, allowed = map[string]string{}, map[string]bool{}
 	for _, point := range []string{f.node.State, f.dirs.SharedMounts(), f.dirs.RootPlace()} {
 		point = f.realPath(point)
-		allowed[point] = true // a stopping daemon leaves them to its containers
+		allowed[point] = true // a daemon that stops leaves these mounts to its containers
 		if f.daemon != 0 {
 			expected[point] = "the daemon"
 		}
@@ -75,8 +75,8 @@ func (f *facts) isOurs(point string) bool {
 	return f.isPin(point)
 }
 
-// isVolume reports whether a mount is a volume, or a part of one, of an existing pod of "berth
-// run", which has its files below root.
+// isVolume reports whether a mount is a volume of an existing pod of "berth run", or a part of such
+// a volume. These pods have their files below root.
 func (f *facts) isVolume(point string) bool {
 	below, ok := strings.CutPrefix(point, filepath.Join(f.realPath(f.node.Root), config.RunDir)+"/")
 	if !ok {

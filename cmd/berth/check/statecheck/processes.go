@@ -16,8 +16,8 @@ import (
 
 // Processes: each process in berth's cgroups, each launcher and each monitor belongs to a recorded
 // object that may have processes. Each process in the cgroup of a CNI plugin belongs to a recorded
-// run. Each object that runs by its record has the process that its record or its shim's record
-// identifies by ID and start time.
+// run. If an object runs according to its record, its process exists. The object's record or its
+// shim's record identifies the process by ID and start time.
 
 // process is a process with the attributes that the checks need.
 type process struct {
@@ -139,7 +139,7 @@ func (f *facts) compareMember(d *finder, p *process) {
 }
 
 // groupOf returns the ID in the name of a process's cgroup, preferably of a recorded object. It
-// returns "" for a process outside such cgroups, or if this process is in the same one.
+// returns "" for a process outside such cgroups, or if this process is in the same cgroup.
 func (f *facts) groupOf(p *process) string {
 	var found string
 	for _, group := range p.groups {
@@ -155,8 +155,8 @@ func (f *facts) groupOf(p *process) string {
 	return found
 }
 
-// around reports whether this process is in a cgroup with that ID, because berth itself runs in a
-// container.
+// around reports whether this process itself is in a cgroup with that ID. That is so if berth runs
+// in a container.
 func (f *facts) around(id string) bool {
 	self := f.processes[os.Getpid()]
 	return self != nil && slices.ContainsFunc(self.groups, func(g string) bool { return slices.Contains(idsIn(g), id) })
@@ -209,8 +209,9 @@ func (f *facts) isParent(dir string) bool {
 	return false
 }
 
-// isOrphan reports whether no process outside the group but PID 1, or a process of this berth,
-// looks after its processes. Containers of another runtime have that runtime's shim.
+// isOrphan reports whether nobody else looks after the processes of a group. It looks for an
+// ancestor outside of the group that is neither PID 1 nor a process of this berth. Containers of
+// another runtime have that runtime's shim.
 func (f *facts) isOrphan(id string, p *process) bool {
 	for {
 		parent := f.processes[p.parent]
@@ -234,7 +235,7 @@ func (f *facts) comparePlugin(d *finder, p *process) {
 	}
 }
 
-// compareLauncher compares a launcher. It exits with its daemon. If it is launching, it first
+// compareLauncher compares a launcher. A launcher exits with its daemon. During a launch, it first
 // becomes a monitor or undoes the launch.
 func (f *facts) compareLauncher(d *finder, p *process) {
 	if !p.isLauncher() || p.parent == f.daemon || f.isRecordedShim(p) {

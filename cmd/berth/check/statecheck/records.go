@@ -14,8 +14,8 @@ import (
 )
 
 // Records: each is valid (checksum, kind, version, content), and none is quarantined. Each file and
-// directory below root and state is one of the daemon's own or belongs to a recorded object, and
-// recorded objects have theirs.
+// directory below root and state is used by the daemon itself, or belongs to a recorded object.
+// Recorded objects have their files.
 
 // These are the entries of root, state and the image directory, besides files that users of a
 // socket create.

@@ -15,13 +15,13 @@ import (
 )
 
 // Shims: each shim directory, and each directory of a runtime's state, belongs to a recorded object
-// that may have been launched. If its monitor lives, its socket answers. The shim directory of a
-// running pod names its pause.
+// that may have been launched. If the object's monitor lives, the monitor's socket answers. The
+// shim directory of a running pod names its pause.
 
 // shimDir is a shim directory.
 type shimDir struct {
-	launched proto.PIDs // noLaunch: nothing was launched, or it cannot be read
-	unread   error      // why it cannot be read
+	launched proto.PIDs // noLaunch: no launch has left a record that can be read
+	unread   error      // why the record cannot be read
 	exit     error      // why there is no exit record; nil: there is one
 	listens  error      // why the socket does not answer; nil: it answers
 }

@@ -30,7 +30,7 @@ import (
 type Difference struct {
 	Invariant string `json:"invariant"`
 	Object    string `json:"object"`   // for example "pod 1234…", or a path
-	Expected  string `json:"expected"` // empty: Found says all
+	Expected  string `json:"expected"` // empty: Found says everything
 	Found     string `json:"found"`
 }
 
@@ -159,7 +159,7 @@ func Run(ctx context.Context, n *Node) (*Report, error) {
 	return report, nil
 }
 
-// look gathers all facts and compares them once.
+// look gathers all facts, and compares them once.
 func look(ctx context.Context, n *Node) (*facts, []Difference, error) {
 	f, err := gather(ctx, n)
 	if err != nil {

@@ -19,7 +19,7 @@ import (
 // Views: CRI's lists have the recorded pods, containers and images, with the recorded states and
 // images. The other calls agree with the lists.
 
-// views are the daemon's answers. If err is set there are no others.
+// views are the daemon's answers. If err is set, the other fields are empty.
 type views struct {
 	err        error
 	pods       map[string]*runtimeapi.PodSandbox
@@ -61,7 +61,8 @@ func (f *facts) readViews(ctx context.Context) error {
 	return nil
 }
 
-// ofRoot returns a check that the daemon has this root, because a machine may run several daemons.
+// ofRoot returns a check whether the daemon uses this root, because a machine may run several
+// daemons.
 func ofRoot(root string) func(context.Context, *client.Client) error {
 	return func(ctx context.Context, c *client.Client) error {
 		told, err := c.Settings(ctx)

@@ -1,5 +1,5 @@
-// Package clienttest is a CRI runtime for tests of the commands: a real gRPC server on a unix
-// socket with a small state machine that enforces the order of calls.
+// Package clienttest is a CRI runtime for tests of the commands. It is a real gRPC server on a unix
+// socket, with a small state machine that enforces the order of calls.
 package clienttest
 
 import (
@@ -103,7 +103,7 @@ func Start(t testing.TB, s *Server) string {
 	go func() { served <- g.Serve(listener) }()
 	t.Cleanup(func() {
 		g.Stop()
-		if err := <-served; err != nil && !errors.Is(err, grpc.ErrServerStopped) { // before it served
+		if err := <-served; err != nil && !errors.Is(err, grpc.ErrServerStopped) { // before the server served
 			t.Errorf("serve: %v", err)
 		}
 		if err := os.RemoveAll(dir); err != nil {

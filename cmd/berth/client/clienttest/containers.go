@@ -19,7 +19,7 @@ func (c *container) name() string {
 	return fmt.Sprintf("%s/%d", m.GetName(), m.GetAttempt())
 }
 
-// end makes a running or created container exit. It does not change an exited one.
+// end makes a running or created container exit. It does not change an exited container.
 func (c *container) end(code int32) {
 	if c.status.State == runtimeapi.ContainerState_CONTAINER_EXITED {
 		return

@@ -22,7 +22,7 @@ type Ztoc struct {
 	Version           string
 	BlobSize, TarSize int64
 	Kind              byte                // 1: gzip
-	Files             []*estargz.TOCEntry // Offset is that of the content in the tar
+	Files             []*estargz.TOCEntry // Offset is the offset of the content in the tar
 	Records           map[string]string   // further PAX records of the first file
 	Points            []ZtocPoint
 	Sums              []string
@@ -36,7 +36,7 @@ type ZtocPoint struct {
 	Window  [32 << 10]byte
 }
 
-// Soci makes a gzip blob with SOCI's table. There is a point after each ChunkSize bytes.
+// Soci makes a gzip blob with SOCI's table. There is a point every ChunkSize bytes.
 func Soci(data []byte, o Options) (*Blob, error) {
 	b := &Blob{MediaType: ocispec.MediaTypeImageLayerGzip, Tar: data, DiffID: digest.FromBytes(data)}
 	z := &Ztoc{Version: "0.9", TarSize: int64(len(data)), Kind: 1}
@@ -174,11 +174,11 @@ func (z *Ztoc) points() []byte {
 	return b
 }
 
-// flatWriter writes a flatbuffer. Each object comes before those that it refers to.
+// flatWriter writes a flatbuffer. Each object comes before the objects to which it refers.
 type flatWriter struct{ b []byte }
 
-// table writes a table and what it refers to, and returns its place. A field is a number, or a
-// function that writes something and returns its place.
+// table writes a table and everything to which it refers, and returns its place. A field is a
+// number, or a function that writes something and returns its place.
 func (w *flatWriter) table(fields ...any) int {
 	shape := len(w.b)
 	w.b = append(w.b, make([]byte, 4+2*len(fields))...)
@@ -206,7 +206,7 @@ func (w *flatWriter) table(fields ...any) int {
 	binary.LittleEndian.PutUint16(w.b[shape:], uint16(4+2*len(fields))) //nolint:gosec // small
 	binary.LittleEndian.PutUint16(w.b[shape+2:], uint16(len(w.b)-at))   //nolint:gosec // small
 	for _, r := range later {
-		to := r.write()                                                  // it moves w.b
+		to := r.write()                                                  // the call moves w.b
 		binary.LittleEndian.PutUint32(w.b[r.place:], uint32(to-r.place)) //nolint:gosec // it follows
 	}
 	return at

@@ -24,7 +24,7 @@ type Blob struct {
 	DiffID      digest.Digest
 	MediaType   string
 	Annotations map[string]string
-	Ztoc        []byte // SOCI's table, a blob of its own; nil: the blob has another one
+	Ztoc        []byte // SOCI's table, a separate blob; nil: the blob has another table
 }
 
 // Ref returns the reference of the blob's table.
@@ -41,7 +41,7 @@ func (b *Blob) Descriptor() ocispec.Descriptor {
 		Annotations: b.Annotations}
 }
 
-// Options are how a blob is made. The zero value is usual.
+// Options say how a blob is made. The zero value is usual.
 type Options struct {
 	ChunkSize, MinChunkSize int
 	// Rewrite writes the tar anew, without its end. Then the table of eStargz is a file of the
@@ -49,7 +49,7 @@ type Options struct {
 	Rewrite bool
 	// Lie, if not nil, changes the table before it is written.
 	Lie func(*estargz.JTOC)
-	// LieZtoc does that with what only SOCI's table has.
+	// LieZtoc changes the parts that only SOCI's table has.
 	LieZtoc func(*Ztoc)
 }
 
@@ -92,7 +92,7 @@ func (b *Blob) make(data []byte, c estargz.Compressor, o Options) (digest.Digest
 	return table, nil
 }
 
-// compressor keeps the tar, and lets the table lie.
+// compressor keeps the tar, and applies Lie to the table.
 type compressor struct {
 	estargz.Compressor
 	lie func(*estargz.JTOC)

@@ -15,9 +15,9 @@ import (
 // errAfter is returned for data between zeros and the end.
 var errAfter = errors.New("other bytes follow zeros after the compressed data")
 
-// Skip is called at the end of a gzip member or zstd frame. It returns nil if another one follows,
-// and io.EOF after the last one and its padding. Other errors are those of from, or say that
-// something else follows the padding.
+// Skip is called at the end of a gzip member or zstd frame. It returns nil if another member or
+// frame follows. After the last one and its padding it returns io.EOF. Other errors come from from,
+// or say that other data follows the padding.
 func Skip(from *bufio.Reader) error {
 	for padded := false; ; padded = true {
 		next, err := from.Peek(1)
