@@ -334,7 +334,7 @@ func (s *Store) awaitComplete(l *lazyLayer) {
 	}
 	err := l.Err()
 	if errors.Is(err, fill.ErrClosed) {
-		return // the layer was removed; other errors count even then, because the index is wrong
+		return // the layer was removed
 	}
 	if err == nil {
 		settle := func() error { return s.settle(ctx, l) }
