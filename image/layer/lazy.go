@@ -334,7 +334,7 @@ func (s *Store) awaitComplete(l *lazyLayer) {
 	}
 	err := l.Err()
 	if errors.Is(err, fill.ErrClosed) {
-		return // the layer was removed
+		return // the layer was removed, and its index is not known to be wrong
 	}
 	if err == nil {
 		settle := func() error { return s.settle(ctx, l) }
