@@ -27,7 +27,7 @@ type WindowCompressor struct {
 	deflate *fastflate.Writer
 }
 
-// Compress returns the form of a window that a Point has.
+// Compress compresses a window, as a Point stores it.
 func (c *WindowCompressor) Compress(window []byte) ([]byte, error) {
 	if len(window) == 0 {
 		return nil, nil

@@ -167,7 +167,7 @@ func (p *plan) add(n *tree.Node, parent *inode) (*inode, error) {
 	if parent == nil {
 		i.kids[1].to = i
 	} else {
-		i.links++ // the entry "."; the name in parent was counted
+		i.links++ // for the entry "."; the name in parent is counted already
 	}
 	slices.SortFunc(i.kids, func(a, b kid) int { return strings.Compare(a.name, b.name) })
 	return i, nil

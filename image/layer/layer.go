@@ -97,8 +97,8 @@ type Merger interface {
 
 	// Merge writes the image of a chain of layers into the empty directory dir. chain lists the
 	// layers' directories, lowest first. used lists the positions in chain of the layers whose data
-	// the image refers to. Merge pays effort for its work. Errors: InvalidArgument for a hard link
-	// without a target, FailedPrecondition if the effort does not suffice.
+	// the image refers to. Merge subtracts its work from effort. Errors: InvalidArgument for a
+	// hard link without a target, FailedPrecondition if effort does not suffice.
 	Merge(effort *Effort, dir string, chain []string) (_ Usage, used []int, err error)
 
 	// Image returns the layer to mount for the image in dir. data lists the directories of the

@@ -335,7 +335,7 @@ func (s *Store) awaitComplete(l *lazyLayer) {
 	}
 	err := l.Err()
 	if errors.Is(err, fill.ErrClosed) {
-		return // the layer was removed; other errors count even then, because the index is wrong
+		return // the layer was removed, and its index is not known to be wrong
 	}
 	if err == nil {
 		settle := func() error { return s.settle(ctx, l) }

@@ -49,7 +49,7 @@ type Tar struct {
 // loses content, or if the record would be too large.
 //
 // ReadAt returns any range. It does not verify the range, because the digest covers the whole tar.
-// Whole verifies.
+// Whole verifies the tar.
 func (s *Store) OpenTar(name digest.Digest) (_ *Tar, err error) {
 	info, err := s.Info(name)
 	if err != nil {

@@ -74,7 +74,7 @@ func (b *blobSource) Range(ctx context.Context, offset, size int64) (io.ReadClos
 	return nil, failed
 }
 
-// from requests a range from a place.
+// from requests a range of the blob from one place.
 func (b *blobSource) from(ctx context.Context, p *place, offset, size int64) (io.ReadCloser, error) {
 	if p.blob != nil {
 		return io.NopCloser(io.NewSectionReader(p.blob, offset, size)), nil

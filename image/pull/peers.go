@@ -106,7 +106,7 @@ func (d *download) fromPeer(at attempt) (left options, err error) {
 	}
 	had, tar, err := d.unpackShared(ctx, at.more)
 	var grows bool
-	if left.more, grows = d.p.budget.Grow(at.more, had, err); grows || err == nil { // grows: the same peer is asked again
+	if left.more, grows = d.p.budget.Grow(at.more, had, err); grows || err == nil { // if it grows, the same peer is asked again
 		return left, err
 	}
 	if ctx.Err() != nil || !tar.isToBlame(err) {

@@ -233,7 +233,7 @@ func (m *Merger) resolve(p string) (*Node, error) {
 			trail = trail[:1]
 		}
 		rest = slices.Concat(strings.Split(next.Target, "/"), rest)
-		if err := m.Pay(len(rest) / namesPerStep); err != nil { // paid for all names, even if they are not walked
+		if err := m.Pay(len(rest) / namesPerStep); err != nil { // counts all names, even those that are not followed
 			return nil, err
 		}
 	}

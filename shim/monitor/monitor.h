@@ -110,7 +110,7 @@ enum {
 /* client is one connection to Dir/sock. */
 struct client {
 	int fd;
-	uint32_t serial;     /* of the connection; distinguishes events of an earlier connection with the same descriptor */
+	uint32_t serial; /* of the connection; distinguishes events of an earlier connection with the same descriptor */
 	struct buffer in;    /* received, not yet processed */
 	struct buffer queue; /* to be sent */
 	int64_t progress;    /* monotonic time at which the queue began, or at which the socket last took data */

@@ -343,7 +343,7 @@ func (l *Layer) decompress(ctx context.Context, s blobindex.Span, raw []byte) (t
 func (l *Layer) inflate(ctx context.Context, i int, s blobindex.Span, raw []byte) ([]byte, error) {
 	tar, err := l.decompress(ctx, s, raw)
 	if l.x.OfChunks() && !l.x.Sealed() && errors.Is(err, ErrWrongIndex) {
-		return nil, fmt.Errorf("%w: %s", blobindex.ErrMismatch, err.Error()) // raw may not be the blob's bytes
+		return nil, fmt.Errorf("%w: %s", blobindex.ErrMismatch, err.Error()) // the registry may have sent wrong bytes
 	}
 	if err != nil {
 		return nil, err
