@@ -91,7 +91,6 @@ var unmarked = map[string]string{
 	"cni/berthnet/rules.Try: conn.Flush":       unpinned,
 	"cni.endAll: os.MkdirAll":                  again,
 	"cni.newRuns: os.MkdirAll":                 again,
-	"cmd/berth/commands.replaceFile: os.CreateTemp next.Chmod os.Remove os.Link os.Rename os.Remove": "berth config migrate",
 
 	"cmd/berth/commands.execDaemon: syscall.Exec": "berth serve, which becomes the daemon",
 
