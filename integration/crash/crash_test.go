@@ -31,7 +31,7 @@ func TestCrash(t *testing.T) {
 		t.Skip("runs for minutes")
 	}
 	killed, all := map[string]bool{}, everything
-	for _, op := range slices.Concat(operations, restores, gvisors, variants, converted, starts) {
+	for _, op := range slices.Concat(operations, restores, gvisors, variants, otherForm, starts) {
 		if op.more && !everything {
 			continue
 		}
