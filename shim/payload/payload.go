@@ -15,6 +15,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"syscall"
 
 	"golang.org/x/sys/unix"
 
@@ -154,19 +155,32 @@ func fill(dir, program string, data []byte, dirs []string) error {
 			return err
 		}
 	}
-	f, err := os.OpenFile(filepath.Join(dir, program), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o755)
-	if err != nil {
+	path := filepath.Join(dir, program)
+	if err := write(path, data); err != nil {
 		return err
 	}
-	_, err = f.Write(data)
-	if err == nil {
-		err = f.Sync() // the content must match the name also after a power loss
-	}
-	if err := errors.Join(err, f.Close()); err != nil {
+	if err := flush(path); err != nil { // the content must match the name also after a power loss
 		return err
 	}
 	// The mode is 0755 also under a strict umask, because a pod's user need not be root.
-	return errors.Join(os.Chmod(filepath.Join(dir, program), 0o755), os.Chmod(dir, 0o755))
+	return errors.Join(os.Chmod(path, 0o755), os.Chmod(dir, 0o755))
+}
+
+// write creates a program. No process is forked meanwhile: until it executes its own program, it
+// would have a copy of the descriptor, and the kernel refuses to execute a file that is open for
+// writing (ETXTBSY, go.dev/issue/22315).
+func write(path string, data []byte) error {
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
+	return os.WriteFile(path, data, 0o755)
+}
+
+func flush(path string) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Sync(), f.Close())
 }
 
 // intact reports whether the tree at path is exactly the tree that fill creates.

@@ -1,8 +1,10 @@
 package payload
 
 import (
+	"context"
 	"errors"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -127,5 +129,36 @@ func check(t *testing.T, dir string, p Paths) {
 	}
 	if entries, err := os.ReadDir(dir); len(entries) != 2 || err != nil {
 		t.Errorf("in %s: %v, %v", dir, entries, err)
+	}
+}
+
+// An installed program can be executed at once, although this process starts others meanwhile.
+func TestInstalledProgramIsNotBusy(t *testing.T) {
+	content, err := os.ReadFile("/bin/true")
+	if err != nil {
+		t.Fatal(err)
+	}
+	programs := fstest.MapFS{"bin/pause": {Data: content}, "bin/monitor": {Data: content}}
+	ctx, cancel := context.WithCancel(t.Context())
+	var others sync.WaitGroup
+	for range 4 {
+		others.Go(func() {
+			for ctx.Err() == nil {
+				if err := exec.Command("/bin/true").Run(); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	defer others.Wait()
+	defer cancel()
+	for range 50 {
+		paths, err := install(programs, t.TempDir())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := exec.Command(paths.Monitor).Run(); err != nil {
+			t.Fatal(err)
+		}
 	}
 }
