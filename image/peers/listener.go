@@ -39,6 +39,7 @@ type memberListener struct {
 	life     *task.Lifetime
 	log      *slog.Logger
 	full     lograte.Limiter
+	refused  lograte.Limiter // by the kernel, in Accept
 	accepted chan net.Conn
 	closed   chan struct{} // by Close
 	closing  sync.Once
@@ -74,7 +75,7 @@ func (m *memberListener) run() {
 		case errors.Is(err, net.ErrClosed):
 			return
 		default: // no descriptor is free, or the connection has ended already
-			m.log.Warn("accept a connection for peers; another attempt follows", "error", err)
+			m.refused.Warn(m.log, "accept a connection for peers; another attempt follows", "error", err)
 			select {
 			case <-time.After(acceptPause):
 			case <-m.closed:
