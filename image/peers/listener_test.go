@@ -124,6 +124,7 @@ func TestStrangersDoNotDisturb(t *testing.T) { //nolint:paralleltest // it count
 	for ; seen() < least; fetches++ {
 		n := nodes[1+fetches%2]
 		n.client.CloseIdleConnections()
+		testutil.Eventually(t, "the server notices it", func() bool { return nodes[0].listener.places.Taken() <= 1 })
 		d, err := openAt(t, n, k, nodes[0].cfg.Advertise)
 		if err != nil {
 			t.Fatalf("fetch %d: %v", fetches, err)
@@ -152,6 +153,7 @@ func TestSilentStrangersAreReplaced(t *testing.T) {
 	t.Parallel()
 	nodes := newNodes(t, 2, func(_ int, cfg *Config) { cfg.MaxConnections = 1 })
 	nodes[1].client.CloseIdleConnections()
+	testutil.Eventually(t, "no place is taken", func() bool { return nodes[0].listener.places.Taken() == 0 })
 	k := testKey("layer")
 	nodes[0].put(k, content(1<<20))
 	s := newStrangers(t, nodes[0].cfg.Advertise, "127.0.1.1")
