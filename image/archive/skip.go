@@ -10,8 +10,8 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Skipped is an entry of an archive that is no image of this node, for example a signature, an
-// attestation or the image of another platform.
+// Skipped is an entry of an archive that is no image for this node. It is for example a signature,
+// an attestation or the image of another platform.
 type Skipped struct {
 	Name   string // its name in the archive, or else its digest
 	Reason error

@@ -118,7 +118,7 @@ func (j *joiner) source(name string) (layer int, ok bool, err error) {
 	if parent.layers[0] == 0 {
 		parent.layers = parent.layers[1:]
 	}
-	f, err := j.below.lookUp(parent, base) // not child: the cache of below must not contain what top hides
+	f, err := j.below.lookUp(parent, base) // child is not used, because the cache of the view below must not contain what top hides
 	if errors.Is(err, unix.ENOENT) {
 		return 0, false, nil
 	}

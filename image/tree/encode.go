@@ -299,7 +299,7 @@ func (r *reader) same() (*Node, error) {
 	return r.known[number], nil
 }
 
-// file reads what follows the kind of a node that has attributes.
+// file reads the rest of a node with attributes, after its kind.
 func (r *reader) file(mode uint32, path int) (*Node, error) {
 	n := &Node{Mode: mode}
 	if err := r.attributes(n); err != nil {

@@ -59,7 +59,7 @@ type PodStatus struct {
 	Presented  bool                                         `json:"-"`                    // plugins were called with it
 	TakenDown  bool                                         `json:"-"`                    // takeDown has succeeded; a later daemon repeats it
 
-	shown *runtimeapi.PodSandboxConfig // the config with Resources; nil: the config
+	shown *runtimeapi.PodSandboxConfig // the config with the values of Resources; nil if there was no update
 }
 
 // Undo describes the failed attempts to undo a pod that no client can see.
@@ -108,7 +108,7 @@ type ContainerStatus struct {
 	Anonymous  []oci.AnonymousVolume `json:"anonymousVolumes,omitempty"` // at VOLUMEs of the image; versions up to 0.2.0 made none
 	Adjustment *nri.Adjustment       `json:"adjustment,omitempty"`       // changes by plugins
 	Process    *specs.Process        `json:"process,omitempty"`          // template of execs; nil until the creation is complete
-	Described  *specs.Spec           `json:"described,omitempty"`        // shown to plugins besides Process
+	Described  *specs.Spec           `json:"described,omitempty"`        // what plugins see besides Process
 
 	Filled    bool      `json:"filled,omitempty"`   // the writable layer has the files of the checkpoint, and no start has changed them
 	StartedAt time.Time `json:"startedAt,omitzero"` // of the StartContainer call; in a snapshot of a running container: of its init

@@ -37,7 +37,7 @@ const (
 // streamRules limit the streams that a client may open. A stream's kind is its header "streamType".
 type streamRules struct {
 	once   map[string]bool // nil: any kind; otherwise each of these kinds may occur once
-	open   int             // concurrently
+	open   int             // limit of the streams that are open at the same time
 	inputs map[string]bool
 }
 

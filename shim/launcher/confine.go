@@ -64,7 +64,7 @@ func (b *restoreBackend) enterNamespace() (_ *restoreNamespace, err error) {
 }
 
 // makeNamespace moves this thread to a new mount namespace, which gets no later mounts of the host.
-// /tmp is empty there, and CRIU's work directory is a mount.
+// In the namespace /tmp is empty, and CRIU's work directory is a mount.
 func (b *restoreBackend) makeNamespace() error {
 	failpoint.Reach("launcher.make-namespace")
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {

@@ -344,8 +344,8 @@ func (b *mappedRestore) answer(notify *rpc.CriuNotify) error {
 	return b.admitMapped(b.restored)
 }
 
-// takeStep reports whether something is due at a step. It refuses a repeated or missing step: after
-// the last one libcontainer's init has ended, and its PID may be that of any process of the node.
+// takeStep reports whether something is due at a step. It refuses a repeated or missing step. After
+// the last step libcontainer's init has ended, and any process of the node may have its PID.
 func (b *mappedRestore) takeStep(script string) (due bool, err error) {
 	at := slices.Index(restoreSteps, script)
 	switch {

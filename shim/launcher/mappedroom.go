@@ -15,9 +15,9 @@ import (
 )
 
 // A room is the mount namespace in which CRIU itself runs. The restored processes are in their
-// container's mount namespace. It belongs to the node's user namespace, so CRIU cannot mount
-// anything in it. It has the programs of the node, read-only, the images, and a directory for
-// CRIU's log. Its /proc shows only the processes of the pod's user namespace.
+// container's mount namespace. The room belongs to the node's user namespace, so CRIU cannot mount
+// anything in it. It contains the images, a directory for CRIU's log and, read-only, the programs
+// of the node. Its /proc shows only the processes of the pod's user namespace.
 
 // Places in a room.
 const (
