@@ -19,7 +19,7 @@ import (
 type Image struct {
 	ID          string              // "sha256:" and the digest of the configuration, or imageRecord.otherID
 	RepoTags    []string            // normalized name:tag, sorted
-	RepoDigests []string            // normalized name@digest; the one pulled last is the last
+	RepoDigests []string            // normalized name@digest; the last one was pulled last
 	Size        uint64              // bytes on disk: configuration and layers, shared layers in full
 	Pinned      bool                // excluded from kubelet's garbage collection
 	Config      ocispec.ImageConfig // the part that containers use: no labels, ports

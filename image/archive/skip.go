@@ -17,7 +17,7 @@ type Skipped struct {
 	Reason error
 }
 
-// isSkippable reports whether an entry with this error can be left out. Damage is none.
+// isSkippable reports whether an entry with this error can be left out. A damaged entry cannot.
 func isSkippable(entry ocispec.Descriptor, err error) bool {
 	return errdefs.IsNotFound(err) || errors.Is(err, registry.ErrNotImage) ||
 		err != nil && !registry.IsDocumentType(entry.MediaType)

@@ -79,7 +79,7 @@ const (
 // Encode writes a tree, whose root is a directory. Devices are not written.
 func Encode(out io.Writer, root *Node) error {
 	w := &writer{Writer: bufio.NewWriterSize(out, 64<<10), known: map[*Node]uint64{}}
-	_, _ = w.WriteString(header) // Flush has the error of all
+	_, _ = w.WriteString(header) // Flush returns the error of every Write
 	w.node(root)
 	return w.Flush()
 }

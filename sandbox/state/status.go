@@ -111,7 +111,7 @@ type ContainerStatus struct {
 	Described  *specs.Spec           `json:"described,omitempty"`        // what plugins see besides Process
 
 	Filled    bool      `json:"filled,omitempty"`   // the writable layer has the files of the checkpoint, and no start has changed them
-	StartedAt time.Time `json:"startedAt,omitzero"` // of the StartContainer call; in a snapshot of a running container: of its init
+	StartedAt time.Time `json:"startedAt,omitzero"` // time of the StartContainer call; a snapshot of a running container has the time of init's start
 	Exit      *Exit     `json:"exit,omitempty"`     // nil unless it has exited
 	Lazy      bool      `json:"lazy,omitempty"`     // a layer was incomplete at its start, see proto.Launch.Keep
 	// WrongFiles says why the container's files may be wrong. The container is then killed.

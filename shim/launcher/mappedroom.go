@@ -125,7 +125,7 @@ func (b *mappedRestore) furnishImages(room string) error {
 	if err != nil {
 		return err
 	}
-	defer users.Close() // a namespace
+	defer users.Close() // Close of a namespace cannot fail
 	tree, err := cloneReadOnly(b.Restore.Images, unix.MOUNT_ATTR_NOEXEC, users)
 	if err != nil {
 		return err

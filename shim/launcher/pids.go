@@ -73,7 +73,7 @@ func enterAndReserve(namespace string, pid int) error {
 			if err != nil {
 				return err
 			}
-			defer ns.Close() // a namespace
+			defer ns.Close() // Close of a namespace cannot fail
 			if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWPID); err != nil {
 				return os.NewSyscallError("setns", err)
 			}

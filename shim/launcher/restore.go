@@ -130,7 +130,7 @@ func (b *restoreBackend) isolated(restore func() error) error {
 	if b.ns, err = b.enterNamespace(); err != nil {
 		return err
 	}
-	defer b.ns.outside.Close() // a namespace
+	defer b.ns.outside.Close() // Close of a namespace cannot fail
 	return restore()
 }
 
