@@ -40,7 +40,8 @@
 // the record of its tar. An index has the names of all files of a layer, so only users of these
 // registries may see it (docs/adr/001-layer-access.md). The links take no space while the layer
 // exists. An index appears whole or not at all, but is not synced: Get checks all digests and
-// removes a damaged one. No index is needed. So a failure to write one never makes a pull fail.
+// removes a damaged one. A blob does not need an index. So a failure to write an index never makes
+// a pull fail.
 //
 // # Format
 //

@@ -239,8 +239,8 @@ func (j *joiner) directory(name string) (*safefs.Dir, error) {
 	return d, nil
 }
 
-// setAttributes sets the attributes of a directory of the join. They are inherited, or those of the
-// directory in top.
+// setAttributes sets the attributes of a directory of the join. A directory has the attributes that
+// it inherits, or else the attributes that it has in top.
 func (j *joiner) setAttributes(d *safefs.Dir) error {
 	a, err := j.attributes(j.inherits[d.Path()], d.Path()) // 0 is top
 	if err != nil {

@@ -56,7 +56,7 @@ func Open(root string, driver Driver, reserve Reserve, waits *task.Waits, log *s
 	return open(root, driver, reserve, nil, waits, log)
 }
 
-// open is Open, or OpenLazy.
+// open implements Open and OpenLazy.
 func open(root string, driver Driver, reserve Reserve, incomplete *Lazy, waits *task.Waits,
 	log *slog.Logger) (_ *Store, err error) {
 	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](),

@@ -205,7 +205,7 @@ func (z *Layers) prover(from layer.Source, blobSize int64, table *layer.TOC) fil
 			if more, grows = b.Grow(more, had, err); grows {
 				continue
 			}
-			if err != nil && layer.RejectsContent(err) && !errdefs.IsUnwritable(err) { // of the right blob
+			if err != nil && layer.RejectsContent(err) && !errdefs.IsUnwritable(err) { // the blob is right, so its table is false
 				err = errdefs.New(codes.DataLoss, "%w", err)
 			}
 			return err

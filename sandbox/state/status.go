@@ -26,7 +26,7 @@ type Locked[T any] struct {
 func NewLocked[T any](value T) Locked[T] { return Locked[T]{task.NewLock(), &value} }
 
 // With calls op with the value while it holds the lock. what and object name the operation. The
-// error is that of op, or that of ctx if it ends while op waits for the lock.
+// error comes from op, or from ctx if ctx ends while op waits for the lock.
 func (l *Locked[T]) With(ctx context.Context, tasks *task.Runner, what, object string, op func(*T) error) error {
 	return tasks.WithLock(ctx, l.lock, what, object, func() error { return op(l.value) })
 }

@@ -338,10 +338,10 @@ func (g *spdyGuard) forgetFinished(id spdy.StreamId, s *guardedStream) {
 	}
 }
 
-// Write implements net.Conn. It records a frame before it sends it: a stream counts as accepted
-// when its answer is written, even if the answer does not arrive. An answer that does not arrive is
-// no error, because spdystream would make the stream's writers wait for another answer. Later
-// writes fail.
+// Write implements net.Conn. It records a frame before it sends the frame. A stream counts as
+// accepted when its answer is written, even if the answer does not arrive. Write returns no error
+// for such an answer, because spdystream would make the stream's writers wait for another answer.
+// Later writes fail.
 func (g *spdyGuard) Write(p []byte) (int, error) {
 	done := 0
 	for done < len(p) {

@@ -96,7 +96,7 @@ func (b *restoreBackend) separateMounts() error {
 	trees := make([]*os.File, 0, len(needed))
 	defer func() {
 		for _, tree := range trees {
-			_ = tree.Close() // a mount
+			_ = tree.Close() // Close of a mount loses nothing
 		}
 	}()
 	failpoint.Reach("launcher.separate-mounts")

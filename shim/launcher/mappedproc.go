@@ -158,7 +158,7 @@ func ReplaceProc(args []string) error {
 	if err != nil {
 		return err
 	}
-	defer unix.Close(proc) // a mount
+	defer unix.Close(proc) // Close of a mount loses nothing
 	failpoint.Reach("launcher.unmount-proc")
 	for range 2 { // the mount of coverProc, and the mount of libcontainer with the mounts on it
 		if err := unix.Unmount(procPlace, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW); err != nil {

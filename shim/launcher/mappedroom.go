@@ -106,7 +106,7 @@ func showProgram(room, path string) error {
 	if err != nil {
 		return err
 	}
-	defer tree.Close() // a mount
+	defer tree.Close() // Close of a mount loses nothing
 	return attachAt(tree, place, info.IsDir())
 }
 
@@ -130,7 +130,7 @@ func (b *mappedRestore) furnishImages(room string) error {
 	if err != nil {
 		return err
 	}
-	defer tree.Close() // a mount
+	defer tree.Close() // Close of a mount loses nothing
 	if err := attachAt(tree, filepath.Join(room, roomImages), true); err != nil {
 		return err
 	}

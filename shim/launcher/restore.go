@@ -305,7 +305,7 @@ func (b *restoreBackend) watchCRIU(pid int) error {
 		return fmt.Errorf("find CRIU: %w", err)
 	}
 	b.waiting.Go(func() {
-		defer criu.Close() // a descriptor
+		defer criu.Close() // Close of a pidfd loses nothing
 		if waitExit(int(criu.Fd())) == nil && !b.gate.passed() {
 			close(b.lost)
 		}

@@ -21,8 +21,8 @@ import (
 // this process occupies its number. The Engine opens a descriptor for this purpose, unless the
 // process already uses the number for something else.
 //
-// 3. In the latter case the other descriptor may be closed at any time. So new events are read only
-// after such an event (strict) was answered.
+// 3. If the process uses the number for something else, it may close that descriptor at any time.
+// So new events are read only after such an event (strict) was answered.
 //
 // If a slot has no inode yet, the dead Engine was about to identify the event. The new Engine then
 // fills the event's range in every incomplete layer, because one of them is the right one.
