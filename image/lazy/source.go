@@ -176,8 +176,8 @@ func (r *placeBody) Reject() {
 }
 
 // add adds a place. If first is set, the place is asked first, and replaces an existing place of
-// the same repository. replaced reports whether there was such a place. Otherwise an existing place
-// of the same repository is kept, because it may have the credentials of a pull.
+// the same repository. replaced reports whether there was such a place. If first is not set, an
+// existing place of the same repository is kept, because it may have the credentials of a pull.
 func (b *blobSource) add(p *place, first bool) (replaced bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
