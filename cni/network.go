@@ -209,7 +209,7 @@ func (n *Network) awaitRefresh(ctx context.Context) {
 	}
 }
 
-// beginRound prepares the next refresh. endRound ends the waits for the present one.
+// beginRound prepares the next refresh. endRound ends the waits for the current refresh.
 func (n *Network) beginRound() {
 	round := make(chan struct{})
 	n.round.Store(&round)

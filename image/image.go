@@ -19,7 +19,7 @@ import (
 type Image struct {
 	ID          string              // "sha256:" and the digest of the configuration, or imageRecord.otherID
 	RepoTags    []string            // normalized name:tag, sorted
-	RepoDigests []string            // normalized name@digest; the one pulled last is the last
+	RepoDigests []string            // normalized name@digest; the last one was pulled last
 	Size        uint64              // bytes on disk: configuration and layers, shared layers in full
 	Pinned      bool                // excluded from kubelet's garbage collection
 	Config      ocispec.ImageConfig // the part that containers use: no labels, ports
@@ -58,8 +58,9 @@ func (i *Image) Specification() (ocispec.Image, error) {
 }
 
 // DigestedReference returns the name@digest that container status reports for this image, or "" if
-// the image has none. The digest is that of the manifest or index. Among several names it prefers
-// the name that the user wrote, then a name in the same repository, then the name pulled last.
+// the image has none. The digest names the manifest or index. Among several names DigestedReference
+// prefers the name that the user wrote, then a name in the same repository, then the name pulled
+// last.
 func (i *Image) DigestedReference(written string) string {
 	if ref, err := registry.ParseReference(written); err == nil {
 		if ref.Digest != "" && slices.Contains(i.RepoDigests, ref.String()) {
@@ -302,7 +303,7 @@ const maxOrigins = 16
 const maxDigests = 64
 
 // with returns a copy with one more name. The digest of this pull becomes the last digest, for
-// DigestedReference. Of more than maxDigests digests the first are dropped.
+// DigestedReference. If there are more than maxDigests digests, the first ones are dropped.
 func (r imageRecord) with(ref registry.Reference, d digest.Digest) imageRecord {
 	r.Tags, r.Digests = slices.Clone(r.Tags), slices.Clone(r.Digests)
 	if ref.Tag != "" && !slices.Contains(r.Tags, ref.String()) {

@@ -210,8 +210,8 @@ func (l *layerRefs) held() (chains [][]digest.Digest, all bool) {
 	return chains, l.settled
 }
 
-// markDeleting marks those of the given layers that have no owner, and returns them. The caller
-// deletes each and then calls deleted.
+// markDeleting marks the given layers that have no owner, and returns them. The caller deletes each
+// and then calls deleted.
 func (l *layerRefs) markDeleting(layers []form) []form {
 	return l.mark(l.layers, layers)
 }

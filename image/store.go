@@ -214,8 +214,8 @@ func settleTags(records map[string]imageRecord) (lost map[string][]string) {
 // List returns all images, sorted by ID. The caller must not change the slice.
 func (s *Store) List() []*Image { return s.Snapshot().images }
 
-// Get returns the image that ref names: an ID with or without "sha256:", a unique prefix of an ID
-// with at least seven digits, a tag or a digest. It accepts Docker Hub's short names. Errors:
+// Get returns the image that ref names. ref is a tag, a digest, an ID with or without "sha256:", or
+// a unique prefix of an ID with at least seven digits. It accepts Docker Hub's short names. Errors:
 // NotFound; InvalidArgument if ref is empty or several IDs match.
 func (s *Store) Get(ref string) (*Image, error) { return s.find(ref) }
 

@@ -17,9 +17,9 @@ import (
 // UpdateContainerResources. Fields that are 0 or empty stay unset. The creation overwrites Devices
 // of the result. A nil argument sets no limits.
 //
-// A limit for a hugepage size is left out if this host has no limit file for the size, because
-// kubelet sends a limit for every size that the kernel supports. A swap limit is left out if the
-// kernel does not account for swap.
+// kubelet sends a limit for every hugepage size that the kernel supports. A limit is left out if
+// this host has no limit file for its size. A swap limit is left out if the kernel does not account
+// for swap.
 func LinuxResources(r *runtimeapi.LinuxContainerResources, host Host) (*specs.LinuxResources, error) {
 	cpu, err := cpuLimits(r)
 	if err != nil {

@@ -42,11 +42,11 @@
 // Containers, Pod and Container return immutable snapshots from atomic pointers, without lock, disk
 // or RPC.
 //
-// The manager writes an object's record before the first effect outside the daemon, such as a
-// network namespace, CNI ADD, a cgroup, a mount or a process. The names of all outside effects
-// derive from the object's ID. Undoing therefore needs no memory of completed steps: it repeats all
-// idempotent removal steps and removes the record last. A failed removal is retried until it
-// succeeds, by this daemon or the next one.
+// The manager writes an object's record before the first effect outside the daemon. Such effects
+// are a network namespace, CNI ADD, a cgroup, a mount or a process. The names of all outside
+// effects derive from the object's ID. Undoing therefore needs no memory of completed steps: it
+// repeats all idempotent removal steps and removes the record last. A failed removal is retried
+// until it succeeds, by this daemon or the next one.
 //
 // Creation is idempotent: a second RunPodSandbox or CreateContainer with the same identity and
 // content joins the running operation or returns its result. Operations continue when the caller

@@ -87,7 +87,8 @@ func (m *Manager) KillOnLayer(layer digest.Digest, reason string) {
 	}
 }
 
-// noteTimeout limits the wait for a container's lock before it is killed without a reason.
+// noteTimeout limits the wait for a container's lock. After it, the container is killed and its
+// exit has no reason.
 const noteTimeout = 2 * time.Second
 
 // killWrong kills a container in the background if it runs or starts. Its exit has the reason,

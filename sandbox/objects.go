@@ -64,7 +64,7 @@ type pod struct {
 	start    *history.Recording             // the traces of its start; may be nil; never changed
 	stopped  atomic.Bool                    // this daemon has started the pod's stop, and logs the end of the stop
 
-	planned *specs.Spec // runtime-spec of its pause, until the launch; access needs its lock
+	planned *specs.Spec // runtime-spec of the pause, until the launch; access needs the pod's lock
 
 	undoing    atomic.Bool // no client can see it, and it is being removed
 	unreleased atomic.Bool // its undo has failed, and CNI DEL is due
@@ -114,9 +114,9 @@ type container struct {
 	describing   atomic.Bool                     // a RuntimeSpec call inspects its mounts
 
 	// planned is the runtime-spec until the start. Access needs the container's lock. It is nil if
-	// the spec must be built from the record. That is so after a restart of the daemon, after a
-	// change of the limits, and if the container joins the PID namespace of another container,
-	// which may end before the start.
+	// the spec must be built from the record. This happens after a restart of the daemon, and after
+	// a change of the limits. It also happens if the container joins the PID namespace of another
+	// container, which may end before the start.
 	planned *specs.Spec
 }
 

@@ -9,8 +9,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// Lists in batches (KEP-5825): the RPCs that the API calls Stream… send the same answers as those
-// that it calls List…, from one snapshot, in several messages.
+// Lists in batches (KEP-5825). The API's RPCs Stream… send the same answers as the RPCs List…. They
+// send one snapshot in several messages.
 
 // StreamPodSandboxes implements RuntimeService. It shares encoded items with ListPodSandbox.
 func (s *runtimeService) StreamPodSandboxes(req *runtimeapi.StreamPodSandboxesRequest,

@@ -147,7 +147,7 @@ type launcher struct {
 	pid  int
 	proc *os.File // pidfd
 
-	loaded string // ID of the container of its last exec, whose state it has cached; empty: none
+	loaded string // ID of the container whose state it has cached since its last exec; empty: none
 }
 
 // startRetry is the pause after a failed start ahead of need, and after an idle launcher's death.
@@ -328,8 +328,8 @@ func (l *Launchers) takeSpare() (spare []*launcher, rest time.Duration) {
 	return spare, 0
 }
 
-// watch waits until p dies or is taken. After a death it delays the next launcher, because the
-// cause, such as a lack of threads on the node, would also kill the next launcher.
+// watch waits until p dies or is taken. After a death it delays the next launcher. The cause, such
+// as a lack of threads on the node, would also kill the next launcher.
 func (l *Launchers) watch(ctx context.Context, p *launcher) {
 	err := pidfd.Wait(ctx, p.proc)
 	switch {

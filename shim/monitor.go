@@ -241,7 +241,7 @@ func (c *client) answer() error {
 	return err
 }
 
-// answerWith is answer, and returns the payload of success.
+// answerWith is answer, but also returns the payload of a successful answer.
 func (c *client) answerWith() ([]byte, error) {
 	f, err := c.next()
 	switch {

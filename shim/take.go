@@ -19,8 +19,8 @@ import (
 )
 
 // takeFor returns a launcher for a launch. It takes an idle launcher only if the launcher sees the
-// host's current mounts at two kinds of places: the sources of the spec's mounts, and the spec's
-// pinned namespaces.
+// host's current mounts at two kinds of places. These are the sources of the spec's mounts, and the
+// spec's pinned namespaces.
 //
 // A launcher has had its mount namespace since it started. Later mounts reach it only through
 // shared mounts. A mount that became shared later has no peer in the launcher. A remount never
@@ -128,8 +128,8 @@ func hostPaths(spec *specs.Spec) []string {
 }
 
 // isBind reports whether m binds a path of the host. The runtime-spec (config.md, Linux mount
-// options) has bind and rbind as options, and mounts of CDI vendors and NRI plugins often have no
-// type or "none".
+// options) has bind and rbind as options. Mounts of CDI vendors and NRI plugins often have no type,
+// or "none".
 func isBind(m specs.Mount) bool {
 	return m.Type == "bind" || slices.Contains(m.Options, "bind") || slices.Contains(m.Options, "rbind")
 }
@@ -147,7 +147,7 @@ func sameView(pid int, sources []string) (bool, error) {
 	return maps.Equal(ours, theirs), nil
 }
 
-// view counts the mounts around some paths.
+// view counts the mounts above and below some paths, by their properties.
 type view map[string]int
 
 func viewOf(process string, sources []string) (view, error) {
@@ -176,7 +176,7 @@ func viewIn(table []byte, sources []string) view {
 		options, rest, _ := bytes.Cut(rest, space)
 		peers, _, _ := bytes.Cut(rest, []byte("- "))
 		key := fmt.Sprintf("%s %s %s %s", device, root, point, peers)
-		if below { // for the mount that contains a source, the spec sets them
+		if below { // above and at a source options do not count, because the spec sets them
 			key += string(options)
 		}
 		v[key]++

@@ -25,7 +25,7 @@ type Request struct {
 	Spec    *specs.Spec
 }
 
-// Compare returns FailedPrecondition with the differences if a checkpoint is not that of the
+// Compare returns FailedPrecondition with the differences if a checkpoint does not fit the
 // requested container.
 func Compare(a *archive.Archive, r Request) error {
 	var dumped specs.Spec

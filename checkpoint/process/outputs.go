@@ -187,7 +187,7 @@ func emptyOutput(r outputRecord) error {
 		return fmt.Errorf("open %s: %w", r.Path, os.NewSyscallError("open", err))
 	}
 	dir := os.NewFile(uintptr(fd), r.Path)
-	defer dir.Close() // changes are not in its descriptor
+	defer dir.Close() // Close of a directory loses no changes
 	var st unix.Stat_t
 	if err := unix.Fstat(fd, &st); err != nil {
 		return os.NewSyscallError("fstat", err)

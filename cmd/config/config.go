@@ -31,11 +31,12 @@ const DefaultPath = "/etc/berth/config.toml"
 
 // Config is the daemon's configuration.
 //
-// The tag key has the option's table and key. The tag old has its key in release 0.2. The tag flag
-// has the name of the flag, if the option has a flag. The tag default has the form of a flag's
-// value, with lists separated by commas. path:"abs" requires absolute paths, and path:"optional"
-// also allows an empty value. The tag oneof lists the allowed values. min and max are limits. doc
-// is the documentation. reload:"true" marks an option that SIGHUP applies to a running daemon.
+// The tag key has the option's table and key. The tag old has the option's key in release 0.2. The
+// tag flag has the name of the flag, if the option has a flag. The tag default has the form of a
+// flag's value, with lists separated by commas. path:"abs" requires absolute paths, and
+// path:"optional" also allows an empty value. The tag oneof lists the allowed values. min and max
+// are limits. doc is the documentation. reload:"true" marks an option that SIGHUP applies to a
+// running daemon.
 //
 // A field that is a map of structs stands for tables that users name. For example, the key
 // "handlers" stands for [handlers.NAME]. The fields of the struct have the same tags. The tag

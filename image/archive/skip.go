@@ -10,14 +10,14 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Skipped is an entry of an archive that is no image of this node, for example a signature, an
-// attestation or the image of another platform.
+// Skipped is an entry of an archive that is no image for this node. It is for example a signature,
+// an attestation or the image of another platform.
 type Skipped struct {
 	Name   string // its name in the archive, or else its digest
 	Reason error
 }
 
-// isSkippable reports whether an entry with this error can be left out. Damage is none.
+// isSkippable reports whether an entry with this error can be left out. A damaged entry cannot.
 func isSkippable(entry ocispec.Descriptor, err error) bool {
 	return errdefs.IsNotFound(err) || errors.Is(err, registry.ErrNotImage) ||
 		err != nil && !registry.IsDocumentType(entry.MediaType)

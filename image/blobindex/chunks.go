@@ -165,7 +165,7 @@ func (x *Index) setChunks(b []byte) (err error) {
 // maxGap limits the numbers of an encoding, so that sums of all of them fit into 63 bits.
 const maxGap = 1 << 40
 
-// gaps decodes numbers.
+// gaps fills to with the numbers at the beginning of b, and returns the rest of b.
 func gaps(b []byte, to []int64) (rest []byte, err error) {
 	for i := range to {
 		n, size := binary.Uvarint(b)

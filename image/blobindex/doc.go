@@ -13,10 +13,10 @@
 //
 // # Terms
 //
-// A point is a place in the blob where decompression can begin: the start of a deflate block, of a
-// gzip member or of a zstd frame. A span is what lies between two points, or between the last point
-// and the end. Spans are numbered from zero. The grid divides the blob into ranges of Grid bytes,
-// the units of verification.
+// A point is a place in the blob where decompression can begin. It is the start of a deflate block,
+// of a gzip member or of a zstd frame. A span is what lies between two points, or between the last
+// point and the end. Spans are numbered from zero. The grid divides the blob into ranges of Grid
+// bytes, the units of verification.
 //
 // # Indexes of chunks
 //
@@ -35,12 +35,13 @@
 // outlives the images with that blob: their next pull can be lazy. All indexes have a common limit.
 // The least recently used ones are removed first.
 //
-// An index is a directory named by the blob's digest, with the encoding, two links to files of the
-// layer: its tree and the record of its tar, and the names of the registries that have served the
-// blob. An index has the names of all files of a layer, so only users of these registries may see
-// it (docs/adr/001-layer-access.md). The links take no space while the layer exists. An index
-// appears whole or not at all, but is not synced: Get checks all digests and removes a damaged one.
-// No index is needed. So a failure to write one never makes a pull fail.
+// An index is a directory named by the blob's digest. It has the encoding, and the names of the
+// registries that have served the blob. It also has links to two files of the layer, its tree and
+// the record of its tar. An index has the names of all files of a layer, so only users of these
+// registries may see it (docs/adr/001-layer-access.md). The links take no space while the layer
+// exists. An index appears whole or not at all, but is not synced: Get checks all digests and
+// removes a damaged one. A blob does not need an index. So a failure to write an index never makes
+// a pull fail.
 //
 // # Format
 //

@@ -141,12 +141,12 @@ func (x *Index) SpanAt(offset int64) int {
 // verified. Both are included. The range may be empty, because a span can have no bytes of the
 // blob.
 //
-// An index of chunks has no grid, so the range is that of the spans.
+// An index of chunks has no grid, so the range is exactly the spans.
 func (x *Index) GridRange(first, last int) (offset, size int64) {
 	begin, end := x.Points[first].In, x.Span(last)
 	if x.OfChunks() {
 		if x.Points[first].Bits > 0 {
-			begin-- // the byte with these bits is in no other place
+			begin-- // the index does not keep the byte with these bits, so the range has it
 		}
 		return begin, end.In + end.InSize - begin
 	}

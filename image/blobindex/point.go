@@ -109,8 +109,8 @@ func NewPointReader(in interface {
 	return &PointReader{in: in}
 }
 
-// Next returns the next point, or io.EOF. Other errors wrap ErrDamaged, or are those of the reader.
-// It checks each point by itself and against the previous point.
+// Next returns the next point, or io.EOF. Other errors wrap ErrDamaged, or come from the reader. It
+// checks each point by itself and against the previous point.
 func (r *PointReader) Next() (Point, error) {
 	p, err := r.next()
 	if err != nil {

@@ -18,8 +18,8 @@ const (
 	// MaxMemory limits the memory for merging the layers of one image, and of all concurrent merges
 	// of a Merger. It suffices for 140,000 files.
 	MaxMemory = 64 << 20
-	// maxTreeBytes limits the total size of the tree files of one image. Their names and extended
-	// attributes take memory beside that of the nodes.
+	// maxTreeBytes limits the total size of the tree files of one image. Names and extended
+	// attributes take memory in addition to the nodes.
 	maxTreeBytes = 64 << 20
 	// usualMemory is the memory of most trees for each byte on disk. A whiteout takes ten times as
 	// much.

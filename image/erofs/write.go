@@ -303,7 +303,7 @@ type writer struct {
 }
 
 func (w *writer) bytes(b []byte) {
-	_, _ = w.out.Write(b) // Flush has the error of all
+	_, _ = w.out.Write(b) // Flush returns the error of every Write
 	w.pos += int64(len(b))
 }
 

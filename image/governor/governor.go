@@ -142,7 +142,7 @@ func (g *Governor) end() {
 }
 
 // Wait counts n bytes that a pull has received, and waits until it may receive more. It returns the
-// time that it waited. The error is that of ctx.
+// time that it waited. The error comes from ctx.
 func (g *Governor) Wait(ctx context.Context, n int) (waited time.Duration, err error) {
 	g.passed.Add(int64(n))
 	g.adapt()

@@ -118,7 +118,7 @@ func (j *joiner) source(name string) (layer int, ok bool, err error) {
 	if parent.layers[0] == 0 {
 		parent.layers = parent.layers[1:]
 	}
-	f, err := j.below.lookUp(parent, base) // not child: the cache of below must not contain what top hides
+	f, err := j.below.lookUp(parent, base) // child is not used, because the cache of the view below must not contain what top hides
 	if errors.Is(err, unix.ENOENT) {
 		return 0, false, nil
 	}
@@ -239,8 +239,8 @@ func (j *joiner) directory(name string) (*safefs.Dir, error) {
 	return d, nil
 }
 
-// setAttributes sets the attributes of a directory of the join. They are inherited, or those of the
-// directory in top.
+// setAttributes sets the attributes of a directory of the join. A directory has the attributes that
+// it inherits, or else the attributes that it has in top.
 func (j *joiner) setAttributes(d *safefs.Dir) error {
 	a, err := j.attributes(j.inherits[d.Path()], d.Path()) // 0 is top
 	if err != nil {

@@ -13,11 +13,11 @@
 // two layers. Layers of berth up to 0.2.0 have their diffID as name and serve the images recorded
 // then.
 //
-// Two properties of a layer depend on the layers below it: the targets of some hard links, and the
-// attributes of directories that its tar does not list. Stack resolves them for a chain of layers.
-// For the directory driver it creates joins. A join is a small extra layer that contains such hard
-// links and directories. It is mounted directly above the layer that needs it. For the EROFS
-// driver, Stack merges the chain into one image.
+// Two properties of a layer depend on the layers below it. They are the targets of some hard links,
+// and the attributes of directories that its tar does not list. Stack resolves them for a chain of
+// layers. For the directory driver it creates joins. A join is a small extra layer that contains
+// such hard links and directories. It is mounted directly above the layer that needs it. For the
+// EROFS driver, Stack merges the chain into one image.
 //
 // A driver defines how a layer is stored. NewDirectory stores a directory tree for overlayfs.
 // NewEROFS stores a data file and a tree file, from which an EROFS image is made.
@@ -35,9 +35,9 @@
 // # Errors
 //
 // Errors of this package carry a gRPC code. It is InvalidArgument for a tar that is no valid layer,
-// FailedPrecondition if the layer exceeds its limits, and ResourceExhausted if it would use the
-// disk's reserve. It is DataLoss for a wrong diffID, and NotFound for a missing layer. Errors of
-// the caller's reader are returned as they are.
+// and FailedPrecondition if the layer exceeds its limits. It is ResourceExhausted if the layer
+// would use the disk's reserve. It is DataLoss for a wrong diffID, and NotFound for a missing
+// layer. Errors of the caller's reader are returned as they are.
 package layer
 
 import (
@@ -102,7 +102,7 @@ type Merger interface {
 	Merge(effort *Effort, dir string, chain []string) (_ Usage, used []int, err error)
 
 	// Image returns the layer to mount for the image in dir. data lists the directories of the
-	// layers that it refers to, in order.
+	// layers to which the image refers, in order.
 	Image(dir string, data []string) rootfs.Layer
 
 	// TreeDigest returns the digest of the tree file of the layer in dir. The tree file contains

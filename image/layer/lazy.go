@@ -325,7 +325,7 @@ func (s *Store) incompleteDir(name digest.Digest) string {
 }
 
 // awaitComplete waits until a layer is complete, and moves it to the complete layers. After a
-// failure the next Open does it.
+// failure the next Open moves the layer.
 func (s *Store) awaitComplete(l *lazyLayer) {
 	ctx := s.lazy.life.Context()
 	select {

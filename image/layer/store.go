@@ -41,7 +41,7 @@ type Store struct {
 	reserve Reserve
 	statfs  func() (unix.Statfs_t, error) // of root
 	aside   atomic.Bool                   // whether the set-aside folders may have entries
-	effort  int64                         // limit for the joins of one image: allEffort
+	effort  int64                         // limits the work for the joins of one image; allEffort, except in tests
 	making  atomic.Int64                  // tar bytes read so far for layers under construction
 	lazy    *lazyLayers                   // nil: no incomplete layers
 }
@@ -56,7 +56,7 @@ func Open(root string, driver Driver, reserve Reserve, waits *task.Waits, log *s
 	return open(root, driver, reserve, nil, waits, log)
 }
 
-// open is Open, or OpenLazy.
+// open implements Open and OpenLazy.
 func open(root string, driver Driver, reserve Reserve, incomplete *Lazy, waits *task.Waits,
 	log *slog.Logger) (_ *Store, err error) {
 	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](),
@@ -346,9 +346,9 @@ func (s *Store) publish(dir, kind string, fill func(tmp string) (record any, err
 	return s.build(filepath.Base(dir), kind, fill, func(tmp string) error { return s.show(tmp, dir) })
 }
 
-// build creates a directory in four steps: fill writes the content and returns the record, build
-// writes the record and syncs everything, and place moves the directory to its destination. After
-// an error build deletes the directory.
+// build creates a directory in four steps. fill writes the content and returns the record. build
+// writes the record and syncs everything. place moves the directory to its destination. After an
+// error build deletes the directory.
 //
 // The sync precedes place because a filesystem may commit the rename first. After a power failure
 // the layer would then have empty files. One syncfs replaces an fsync for each file. On ext4 and

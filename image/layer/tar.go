@@ -45,8 +45,8 @@ type Tar struct {
 
 // OpenTar opens the tar of a layer. The caller keeps the layer from removal and closes the Tar.
 // Errors: NotFound; FailedPrecondition, which wraps ErrNoTar, if the layer has no record of its
-// tar. A layer has no record if an earlier berth made it, if its tar replaces entries in a way that
-// loses content, or if the record would be too large.
+// tar. A layer has no record if an earlier berth made it. Other layers have none if the tar
+// replaces entries in a way that loses content, or if the record would be too large.
 //
 // ReadAt returns any range. It does not verify the range, because the digest covers the whole tar.
 // Whole verifies the tar.

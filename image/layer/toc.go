@@ -275,7 +275,7 @@ func (s *Store) restores(ctx context.Context, dir string, want digest.Digest, ta
 	defer content.Close() // read only
 	tar, err := tarsplit.Open(record, size, tarBytes, content)
 	if err != nil {
-		return errdefs.New(codes.DataLoss, "its content cannot be compared: %w", err) // nor later
+		return errdefs.New(codes.DataLoss, "its content cannot be compared: %w", err) // a later attempt would fail, too
 	}
 	h := want.Algorithm().Hash()
 	whole := untilDone{ctx, io.NewSectionReader(tar, 0, tarBytes)}

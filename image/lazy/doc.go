@@ -10,7 +10,7 @@
 // records of images.
 //
 // An index has one of two sources. This node has made it while it unpacked the whole blob
-// ([Layers.BeginIndex]), or it was made from a table of contents whose digest is in the image's
+// ([Layers.BeginIndex]). Or it was made from a table of contents whose digest is in the image's
 // manifest. The node checks a table when the whole blob is present. If the table is false, the
 // images with the layer are removed, and the function set by [Layers.OnWrongFiles] kills the
 // containers on the layer.

@@ -139,7 +139,7 @@ func (x *indexer) end(store *layer.Store, from string, l registry.Layer, points 
 			}
 		}
 	}
-	_ = points.File.Close() // it has no name
+	_ = points.File.Close() // the file has no name, so its content is dropped
 	x.log.Debug("layer gets no index", "layer", l.Blob.Digest, "error", err)
 }
 
@@ -161,7 +161,7 @@ func (x *indexer) run(ctx context.Context) {
 
 // make makes an index of what a pull has noted.
 func (x *indexer) make(n noted) error {
-	defer n.points.Close() // it has no name
+	defer n.points.Close() // the file has no name, so its content is dropped
 	made, err := n.layers.Packed(n.source.Name())
 	if err != nil {
 		return err
@@ -225,7 +225,7 @@ func (x *indexer) close() error {
 	for {
 		select {
 		case n := <-x.queue:
-			_ = n.points.Close() // it has no name
+			_ = n.points.Close() // the file has no name, so its content is dropped
 		default:
 			return err
 		}

@@ -175,9 +175,9 @@ func (r *placeBody) Reject() {
 	r.p.first = r.Host() + 1
 }
 
-// add adds a place. If first is set, the place is asked first and replaces a place of the same
-// repository, and replaced reports that. Otherwise an existing place of the same repository is
-// kept, because it may have the credentials of a pull.
+// add adds a place. If first is set, the place is asked first, and replaces an existing place of
+// the same repository. replaced reports whether there was such a place. If first is not set, an
+// existing place of the same repository is kept, because it may have the credentials of a pull.
 func (b *blobSource) add(p *place, first bool) (replaced bool) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

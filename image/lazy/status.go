@@ -16,7 +16,7 @@ const FetchedAnnotation = "berth.fetched"
 // Status says which parts of an image are missing.
 type Status struct {
 	Fetched int64         `json:"fetched"` // bytes of the blobs of incomplete layers
-	Size    int64         `json:"size"`    // of these blobs
+	Size    int64         `json:"size"`    // bytes of these blobs when they are complete
 	Layers  []LayerStatus `json:"layers"`  // of the image, bottom first
 }
 

@@ -205,7 +205,7 @@ func (z *Layers) prover(from layer.Source, blobSize int64, table *layer.TOC) fil
 			if more, grows = b.Grow(more, had, err); grows {
 				continue
 			}
-			if err != nil && layer.RejectsContent(err) && !errdefs.IsUnwritable(err) { // of the right blob
+			if err != nil && layer.RejectsContent(err) && !errdefs.IsUnwritable(err) { // the blob is right, so its table is false
 				err = errdefs.New(codes.DataLoss, "%w", err)
 			}
 			return err
@@ -285,8 +285,8 @@ func (z *Layers) rejectTable(from layer.Source, table string, reason error) {
 }
 
 // falseTables are tables of contents that are not used until the next start. Other tables of the
-// same blob are still used, because anyone can make an image with a layer of another image and a
-// false table for it.
+// same blob are still used. Otherwise anyone could block a layer of another image, by an image with
+// a false table for the layer.
 type falseTables struct {
 	mu sync.Mutex
 	// +checklocks:mu

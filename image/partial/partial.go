@@ -2,7 +2,7 @@
 // fetches only the rest.
 //
 // A file holds the first bytes of one blob, as one repository has sent them. It grows during the
-// transfer and is removed when the blob is complete, so any length is valid and a killed daemon
+// transfer and is removed when the blob is complete. So any length is valid, and a killed daemon
 // leaves nothing to repair. Files are not synced. Their content is not trusted. The caller hashes
 // it with the rest, checks the blob's digest, and discards the file if the digest is wrong. A file
 // is used only for the repository that has sent it. The registry must first begin to send the rest

@@ -93,7 +93,7 @@ func (d *Download) Read(b []byte) (int, error) {
 		if err == nil {
 			continue
 		}
-		_ = d.Close() // given up
+		_ = d.Close() // this transfer is given up
 		if d.ctx.Err() != nil {
 			return 0, context.Cause(d.ctx)
 		}

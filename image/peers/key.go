@@ -13,8 +13,8 @@ import (
 	"github.com/opencontainers/go-digest"
 )
 
-// Key names a layer: by its digests in the manifest and the configuration of an image, and by the
-// host of the registry that has confirmed it.
+// Key names a layer. It has the layer's digests in the manifest and the configuration of an image,
+// and the host of the registry that has confirmed the layer.
 type Key struct {
 	Registry string        `json:"registry"`
 	Blob     digest.Digest `json:"blob"`

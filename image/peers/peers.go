@@ -240,7 +240,7 @@ func (p *Peers) spawn(what string, f func(ctx context.Context)) {
 
 // guard logs a panic of f.
 func (p *Peers) guard(what string, f func()) {
-	_ = task.Guard(p.cfg.Log, what, "peers", func() error { f(); return nil }) // the log has it
+	_ = task.Guard(p.cfg.Log, what, "peers", func() error { f(); return nil }) // Guard has logged the error
 }
 
 // tlsConfigs reads the files of cfg. Both sides verify that the other side has a certificate of the

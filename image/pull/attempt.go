@@ -134,8 +134,8 @@ func (p *Puller) retry(ctx context.Context, what string, first attempt, do func(
 	}
 }
 
-// levelOf returns the level of the log about another attempt. A registry or an index that is wrong
-// is worth a look. That no peer has a layer is usual.
+// levelOf returns the level at which another attempt is logged. An operator should see that a
+// registry or an index is wrong. It is usual that no peer has a layer.
 func levelOf(why fault, err error) slog.Level {
 	switch {
 	case errors.Is(err, peers.ErrNone):

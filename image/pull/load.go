@@ -35,8 +35,8 @@ type LoadOptions struct {
 // gzip or zstd. It copies the tar to a file without a name, because an archive can list its parts
 // in any order. It returns the images that were added before an error.
 //
-// Errors: InvalidArgument for anything other than an archive, DataLoss for content with a wrong
-// digest, ResourceExhausted if the disk has no room for the archive and the layers.
+// Errors: InvalidArgument for anything other than an archive. DataLoss for content with a wrong
+// digest. ResourceExhausted if the disk has no room for the archive and the layers.
 func (p *Puller) Load(ctx context.Context, from io.Reader, opts LoadOptions) ([]*image.Image, error) {
 	return p.loadFrom(ctx, "archive", opts, func(ctx context.Context, use func(*archive.Archive) error) error {
 		return p.withSpool(ctx, from, use)

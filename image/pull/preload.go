@@ -27,9 +27,8 @@ const (
 )
 
 // Preload loads the archives in directories and the archives that appear there, until ctx ends. It
-// pins their images. It logs an error for each bad archive and continues. It does not read an
-// archive again that is unchanged since an earlier daemon loaded it, unless its images were
-// removed.
+// pins their images. It logs an error for each bad archive and continues. An archive that an
+// earlier daemon loaded is read again only if it has changed, or if its images were removed.
 func (p *Puller) Preload(ctx context.Context, dirs []string) {
 	l := &preloader{puller: p, failed: map[string]time.Time{}, done: map[string]bool{}, refused: map[string]bool{}}
 	watcher, err := fsnotify.NewWatcher()

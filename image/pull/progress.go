@@ -42,8 +42,8 @@ const (
 // transfer counts the bytes of a download.
 type transfer struct {
 	at     atomic.Int64 // bytes of the blob so far
-	kept   atomic.Int64 // bytes of at that come from an earlier pull that failed
-	shared atomic.Int64 // bytes of at that stand for a tar from a peer
+	kept   atomic.Int64 // the part of at that an earlier, failed pull has received
+	shared atomic.Int64 // the part of at that a peer has sent, in proportion to its tar
 	tar    atomic.Int64 // bytes of tars from peers, in all attempts
 }
 

@@ -27,7 +27,7 @@ type Config struct {
 	Root string // directory of the store, on the filesystem of the containers' writable layers
 	image.Settings
 	Unpack               layer.Unpacker     // unpacks blobs into files
-	Limits               unpack.Limits      // of one layer; for a zero field, that of unpack.DefaultLimits counts
+	Limits               unpack.Limits      // of one layer; a zero field has its value in unpack.DefaultLimits
 	Reserve              layer.Reserve      // disk space that layers leave free; zero: none
 	Pack                 layer.Packer       // packs blobs into EROFS layers
 	Probe                func(string) error // reports whether EROFS layers in a directory can be mounted; nil: erofs.Probe

@@ -206,8 +206,8 @@ func (d document) image() (*Image, error) {
 }
 
 // ParseArtifact returns the artifact that a stored configuration describes, or nil for a container
-// image. An image's configuration cannot pass for that of an artifact, because no tar has the
-// digests in the latter.
+// image. An image's configuration cannot pass for an artifact's configuration, because no tar has
+// the digests in the latter.
 func ParseArtifact(config []byte) *Artifact {
 	var c artifactConfig
 	if err := json.Unmarshal(config, &c); err != nil || c.Artifact == nil || len(c.Artifact.Files) == 0 ||

@@ -46,8 +46,8 @@ type blobHost struct {
 	err      error // the last failure
 
 	resumed bool // it has served a request for the rest
-	// rangeless is set if the host did not serve a request for the rest, but sent the whole blob at
-	// least up to the wanted offset.
+	// rangeless is set if the host does not serve ranges. Its answer to a request for the rest was
+	// the whole blob, at least up to the wanted offset.
 	rangeless bool
 }
 

@@ -33,8 +33,8 @@
 // configures for it. Headers in hosts.toml are also sent to their host only. A rewritten location
 // in registries.conf counts as the image's registry, and a mirror in registries.conf does not.
 //
-// Among the entries of a credential file, a helper for the host comes first, then the entry with
-// the longest matching path, then the default helper.
+// In a credential file, a helper for the host comes first. Then come the entry with the longest
+// matching path, and the default helper.
 //
 // Docker's config.json and credential helpers are read by this package and not by docker/cli's
 // config package. The latter runs helpers without a deadline and without a limit for their output.

@@ -132,7 +132,7 @@ func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image
 	return img, r.findSizes(ctx, img.Layers)
 }
 
-// hasNoSize reports whether the size of a blob is missing, or 0 although it is not empty.
+// hasNoSize reports whether the size of a blob is missing, or is 0 although the blob is not empty.
 func hasNoSize(d ocispec.Descriptor) bool {
 	return d.Size == 0 && d.Digest != d.Digest.Algorithm().FromBytes(nil)
 }

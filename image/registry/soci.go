@@ -27,7 +27,7 @@ func sociIndexOf(m ocispec.Manifest) digest.Digest {
 	return d
 }
 
-// Ztocs fetches a SOCI index (SOCIIndex of [Image]) and returns the descriptors of its tables of
+// Ztocs fetches a SOCI index (SOCIIndex of [Image]). It returns the descriptors of the tables of
 // contents, by the digest of the layer's blob. The error is FailedPrecondition if the document is
 // no SOCI index, or one of [Repository.Resolve].
 func (r *Repository) Ztocs(ctx context.Context, sociIndex digest.Digest) (ztocs map[digest.Digest]ocispec.Descriptor,

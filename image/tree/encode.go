@@ -79,7 +79,7 @@ const (
 // Encode writes a tree, whose root is a directory. Devices are not written.
 func Encode(out io.Writer, root *Node) error {
 	w := &writer{Writer: bufio.NewWriterSize(out, 64<<10), known: map[*Node]uint64{}}
-	_, _ = w.WriteString(header) // Flush has the error of all
+	_, _ = w.WriteString(header) // Flush returns the error of every Write
 	w.node(root)
 	return w.Flush()
 }
@@ -299,7 +299,7 @@ func (r *reader) same() (*Node, error) {
 	return r.known[number], nil
 }
 
-// file reads what follows the kind of a node that has attributes.
+// file reads the rest of a node with attributes, after its kind.
 func (r *reader) file(mode uint32, path int) (*Node, error) {
 	n := &Node{Mode: mode}
 	if err := r.attributes(n); err != nil {

@@ -22,7 +22,7 @@ type Merger struct {
 // is nil before the first Add.
 func (m *Merger) Root() *Node { return m.root }
 
-// Add puts a layer on those added before and takes over its nodes. For a hard link the error is
+// Add puts a layer on those added before and takes over its nodes. Errors are about hard links:
 // ENOENT if no layer has the target, EISDIR if the target is a directory, and ELOOP after too many
 // symlinks.
 func (m *Merger) Add(layer *Node) error {

@@ -72,7 +72,7 @@ type Job struct {
 	Points *os.File
 	Span   int64
 	// NoData makes Pack write no content of files. The data file gets its full size. The result is
-	// the same as with content, so it can be compared with that of an earlier Pack.
+	// the same as with content, so it can be compared with the result of an earlier Pack.
 	NoData bool
 	// Progress, if not nil, is called with the number of bytes of the tar after each read, and with
 	// 0 during other long work. Calls come from several goroutines.
@@ -168,7 +168,7 @@ func (n *Name) UnmarshalText(text []byte) error {
 // memory while it stores the layer.
 const MaxTold = 4 << 20
 
-// PerName is added to the length of each name.
+// PerName is the memory, in bytes, that counts for a name beside its text.
 const PerName = 16
 
 // Check returns an error if c has too many names (FailedPrecondition), or a name that is too long

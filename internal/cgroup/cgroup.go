@@ -357,8 +357,8 @@ func RemoveIfEmpty(path string) error {
 	return nil
 }
 
-// gone reports whether err means that the cgroup does not exist. Opening a file returns ENOENT,
-// using a file opened before the removal ENODEV.
+// gone reports whether err means that the cgroup does not exist. Opening a file then returns
+// ENOENT. Using a file that was opened before the removal returns ENODEV.
 func gone(err error) bool {
 	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV)
 }

@@ -36,8 +36,8 @@ func Prepare() error {
 	dir := "/sys/fs/cgroup"
 	if !cgroups.IsCgroup2UnifiedMode() {
 		var err error
-		// FindCgroupMountpoint is not enough. It reads no mount table for a hierarchy in its usual
-		// place, so the first lookup of a missing controller would still read the mount table.
+		// FindCgroupMountpoint is not enough. If a hierarchy is in its usual place, it does not
+		// read the mount table. The first lookup of a missing controller would still read it.
 		dir, _, err = cgroups.FindCgroupMountpointAndRoot("", "pids")
 		if _, missing := errors.AsType[*cgroups.NotFoundError](err); missing {
 			return nil // the library has inspected the machine

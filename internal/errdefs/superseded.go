@@ -8,7 +8,7 @@ type superseded struct{ error }
 func (e superseded) Unwrap() error { return e.error }
 
 // Superseded marks the error of an operation that ended because another request demanded the
-// opposite, for example the start of a container whose pod is being stopped. The client gets the
+// opposite. An example is the start of a container whose pod is being stopped. The client gets the
 // error, but the log needs no warning.
 func Superseded(err error) error {
 	if err == nil {

@@ -24,8 +24,8 @@ var program = filepath.Base(os.Args[0])
 // dir is empty if no test controls the process.
 var dir = os.Getenv(variable)
 
-// control is dir. It is opened at the start, because a launcher later makes all mounts of its own
-// namespace read-only.
+// control is a descriptor of dir. It is opened at the start, because a launcher later makes all
+// mounts of its own namespace read-only.
 var control = openControl()
 
 func openControl() int {

@@ -121,7 +121,7 @@ func (w *Worker) run(c Command, fds []*os.File) error {
 }
 
 // Kill ends the program, at any time.
-func (w *Worker) Kill() { _ = w.process.Kill() } // it has ended by itself
+func (w *Worker) Kill() { _ = w.process.Kill() } // an error means that it has ended by itself
 
 // End kills the program, waits for its end and closes the pipes. It returns how the program ended
 // and the first line of its standard error, which is printable.
@@ -184,8 +184,8 @@ func firstLine(r io.ReadCloser) string {
 
 // Main is the main function of a program that Start started. It returns the exit status. The status
 // is 0 if run gave an answer, even if the answer is an error. run confines the process with Process
-// before it reads any input. The program's own file is closed before, so that hostile input cannot
-// change the file's mode.
+// before it reads any input. Before run, Main closes the program's own file, so that hostile input
+// cannot change the file's mode.
 func Main(name, version string, run func(args []string, tree *os.File) error) int {
 	err := fmt.Errorf("%s must be started by a berth of the same version", name)
 	if len(os.Args) > 1 && os.Args[1] == version {

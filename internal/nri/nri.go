@@ -224,7 +224,7 @@ func (p *Plugins) Hold() (release func(), active bool) {
 }
 
 // synchronize reports all objects to a new plugin. Updates that the plugin requests in return are
-// applied after its registration, because such an update may need a lock whose holder waits for the
+// applied after its registration. Such an update may need a lock whose holder waits for the
 // registration.
 func (p *Plugins) synchronize(ctx context.Context, tell adaptation.SyncCB) (err error) {
 	defer p.recovered("Synchronize", "a new plugin", &err) // a panic in the library's goroutine would end the daemon

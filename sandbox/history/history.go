@@ -2,10 +2,10 @@
 //
 // # Contract
 //
-// A Recording collects the traces of one pod's start: its pod, the newest attempt of each
-// container, and the image pulls that the containers waited for. Adding a trace takes one lock and
-// no disk. A goroutine writes changed recordings some seconds later, one file per pod. It keeps the
-// newest Kept files, and up to trimEvery more for a while.
+// A Recording collects the traces of one pod's start. They are about the pod, the newest attempt of
+// each container, and the image pulls for which the containers waited. Adding a trace takes one
+// lock and no disk. A goroutine writes changed recordings some seconds later, one file per pod. It
+// keeps the newest Kept files, and up to trimEvery more for a while.
 //
 // A file is replaced by rename and has a checksum. The file is not synced. After a power cut,
 // starts of the last seconds may be missing, and damaged files are deleted. Nothing depends on the

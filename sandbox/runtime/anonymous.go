@@ -150,7 +150,7 @@ func (k Launcher) copyVolume(ctx context.Context, image *os.File, path, to strin
 	if err != nil {
 		return err
 	}
-	defer tree.Close() // a volume outlives no crash
+	defer tree.Close() // a volume need not survive a crash
 	read, write := io.Pipe()
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {

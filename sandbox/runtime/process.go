@@ -256,9 +256,9 @@ func (k Processes) AwaitExit(ctx context.Context, run *Running, timeout time.Dur
 // pollInterval is the time between two checks of a container that is being stopped.
 const pollInterval = 500 * time.Millisecond
 
-// AwaitStop is AwaitExit, but returns early in two cases: if the exit record is unreadable, or if
-// the shim is stopped and so cannot report the exit. A working shim on a slow disk gets the full
-// time, because killing it would lose the exit.
+// AwaitStop is AwaitExit, but returns early in two cases. Either the exit record is unreadable, or
+// the shim is stopped and cannot report the exit. A working shim on a slow disk gets the full time,
+// because killing it would lose the exit.
 func (k Processes) AwaitStop(ctx context.Context, id string, run *Running, timeout time.Duration) bool {
 	for begin := time.Now(); ; {
 		left := timeout - time.Since(begin)

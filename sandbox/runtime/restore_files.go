@@ -35,7 +35,7 @@ func (k Restores) FillLayer(ctx context.Context, c *state.Container, root rootfs
 	if err != nil {
 		return fmt.Errorf("open writable layer of %s: %w", c.ID, err)
 	}
-	defer upper.Close() // a layer outlives no crash
+	defer upper.Close() // the layer need not survive a crash
 	result, err := k.unpack(ctx, upper, hidden, filepath.Join(dir, archive.RootfsDiffFile))
 	if err != nil {
 		return fmt.Errorf("fill writable layer of %s: %w", c.ID, err)
@@ -63,7 +63,7 @@ func (k Restores) fillVolumes(ctx context.Context, id, path string) error {
 	if err != nil {
 		return fmt.Errorf("open volumes of %s: %w", id, err)
 	}
-	defer volumes.Close() // they outlive no crash
+	defer volumes.Close() // volumes need not survive a crash
 	none, err := newWhiteoutReader(nil)
 	if err != nil {
 		return err
@@ -81,7 +81,7 @@ func (k Restores) FillShm(ctx context.Context, podID, name string) error {
 	if err != nil {
 		return fmt.Errorf("open /dev/shm of pod %s: %w", podID, err)
 	}
-	defer shm.Close() // a tmpfs
+	defer shm.Close() // a tmpfs loses nothing
 	content := filepath.Join(k.Dirs.Checkpoint(podID), name, archive.ShmFile)
 	none, err := newWhiteoutReader(nil)
 	if err != nil {

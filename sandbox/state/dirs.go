@@ -66,7 +66,7 @@ func (d Dirs) Shim(id string) string { return filepath.Join(d.State, "c", id) }
 // Libcontainer is the directory of libcontainer's state.
 func (d Dirs) Libcontainer() string { return filepath.Join(d.State, "libcontainer") }
 
-// OCI is the directory of a runtime program's state of a pod.
+// OCI is the directory in which an OCI runtime keeps its state of a pod.
 func (d Dirs) OCI(podID string) string { return filepath.Join(d.State, "oci", podID) }
 
 // SharedMounts holds the mounts of pods. Mounts made there also reach running launchers.

@@ -50,7 +50,7 @@ func (e *Events) ContainerChanged(before, after *Container) {
 	}
 }
 
-// PodChanged is ContainerChanged for a pod. The first snapshot of a pod is ready.
+// PodChanged is ContainerChanged for a pod. The first snapshot of a pod has the phase ready.
 func (e *Events) PodChanged(before, after *Pod) {
 	switch {
 	case before == nil:

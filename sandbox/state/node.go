@@ -24,7 +24,7 @@ func (n Node) CgroupsPath(parent, id string) (string, error) {
 	return oci.CgroupsPath(parent, id, n.SystemdCgroup)
 }
 
-// Cgroup opens the cgroup of a pause or container. cgroupsPath is that of its runtime-spec. The
+// Cgroup opens the cgroup of a pause or container. cgroupsPath is the path in its runtime-spec. The
 // cgroup need not exist.
 func (n Node) Cgroup(cgroupsPath string) (*cgroup.Group, error) {
 	return cgroup.Open(cgroupsPath, n.SystemdCgroup)

@@ -19,7 +19,7 @@ type RestoreRequest struct {
 // Restored is a container that RestorePod has created.
 type Restored struct{ Name, ID string }
 
-// Restore says that a container continues a checkpoint, or the sandbox of a pod. A checkpoint of a
+// Restore says that a container, or the sandbox of a pod, continues a checkpoint. A checkpoint of a
 // sandbox is in the directory of its container.
 type Restore struct {
 	Name string `json:"name"` // the directory of the container in the checkpoint; "." in a checkpoint of a single container

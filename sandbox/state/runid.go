@@ -15,8 +15,8 @@ import (
 )
 
 // Run is one lifetime of the state directory, from its creation until it is emptied. It ends with
-// the boot. If the node itself is a container (kind, LXC, nspawn), the run also ends with each
-// restart, while the boot ID of the host stays the same.
+// the boot. If the node itself is a container (kind, LXC, nspawn), each restart of it also ends the
+// run. The boot ID of the host stays the same.
 type Run struct {
 	ID  string // random; "" if it could not be written
 	New bool   // the state directory was empty, without state of an earlier daemon

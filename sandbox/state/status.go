@@ -26,7 +26,7 @@ type Locked[T any] struct {
 func NewLocked[T any](value T) Locked[T] { return Locked[T]{task.NewLock(), &value} }
 
 // With calls op with the value while it holds the lock. what and object name the operation. The
-// error is that of op, or that of ctx if it ends while op waits for the lock.
+// error comes from op, or from ctx if ctx ends while op waits for the lock.
 func (l *Locked[T]) With(ctx context.Context, tasks *task.Runner, what, object string, op func(*T) error) error {
 	return tasks.WithLock(ctx, l.lock, what, object, func() error { return op(l.value) })
 }
@@ -59,7 +59,7 @@ type PodStatus struct {
 	Presented  bool                                         `json:"-"`                    // plugins were called with it
 	TakenDown  bool                                         `json:"-"`                    // takeDown has succeeded; a later daemon repeats it
 
-	shown *runtimeapi.PodSandboxConfig // the config with Resources; nil: the config
+	shown *runtimeapi.PodSandboxConfig // the config with the values of Resources; nil if there was no update
 }
 
 // Undo describes the failed attempts to undo a pod that no client can see.
@@ -108,10 +108,10 @@ type ContainerStatus struct {
 	Anonymous  []oci.AnonymousVolume `json:"anonymousVolumes,omitempty"` // at VOLUMEs of the image; versions up to 0.2.0 made none
 	Adjustment *nri.Adjustment       `json:"adjustment,omitempty"`       // changes by plugins
 	Process    *specs.Process        `json:"process,omitempty"`          // template of execs; nil until the creation is complete
-	Described  *specs.Spec           `json:"described,omitempty"`        // shown to plugins besides Process
+	Described  *specs.Spec           `json:"described,omitempty"`        // what plugins see besides Process
 
 	Filled    bool      `json:"filled,omitempty"`   // the writable layer has the files of the checkpoint, and no start has changed them
-	StartedAt time.Time `json:"startedAt,omitzero"` // of the StartContainer call; in a snapshot of a running container: of its init
+	StartedAt time.Time `json:"startedAt,omitzero"` // time of the StartContainer call; a snapshot of a running container has the time of init's start
 	Exit      *Exit     `json:"exit,omitempty"`     // nil unless it has exited
 	Lazy      bool      `json:"lazy,omitempty"`     // a layer was incomplete at its start, see proto.Launch.Keep
 	// WrongFiles says why the container's files may be wrong. The container is then killed.

@@ -48,8 +48,8 @@ func newDialLimiter() *dialLimiter {
 	return &dialLimiter{slots: semaphore.NewWeighted(maxDials), pods: map[string]*podDials{}}
 }
 
-// take waits for a slot of the pod and then for a shared slot, so that connections waiting for a
-// busy pod hold no shared slot.
+// take waits for a slot of the pod and then for a shared slot. So connections that wait for a busy
+// pod hold no shared slot.
 func (d *dialLimiter) take(ctx context.Context, pod string) (release func(), err error) {
 	own := d.enter(pod)
 	if err := own.slots.Acquire(ctx, 1); err != nil {

@@ -149,8 +149,8 @@ func (s *Service) execRequest(c ContainerTarget, command Command) *proto.Exec {
 		Process: process}
 }
 
-// CheckExec reports whether Exec would find its container, and returns the full ID. Errors: as
-// Exec.
+// CheckExec reports whether Exec would find its container, and returns the full ID. The errors are
+// those of Exec.
 func (s *Service) CheckExec(id string, command []string) (string, error) {
 	c, err := s.execTarget(id, command)
 	if err != nil {

@@ -73,9 +73,9 @@ func (f *forwarder) PortForward(_ context.Context, _, _ string, port int32, stre
 }
 
 // forwardSPDY forwards a connection of a session in which other connections may be open. client-go
-// ends all connections after an error in one of them. So an error is returned only in three cases:
-// while no port has accepted a connection, if the session cannot be used any more, and at the
-// session's end.
+// ends all connections after an error in one of them. So an error is returned only in three cases.
+// No port has accepted a connection yet, or the session cannot be used any more, or the session
+// ends.
 func (f *forwarder) forwardSPDY(port int32, s httpstream.Stream, full bool) error {
 	ctx, cancel := context.WithCancel(f.ctx)
 	defer cancel()

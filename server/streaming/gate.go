@@ -52,7 +52,7 @@ type gate struct {
 	listener  *net.TCPListener
 	tokens    *tokens
 	quota     stream.FDQuota
-	most      int           // connections without a token
+	most      int           // limit of the connections that have not shown a token
 	handshake time.Duration // handshakeTimeout with TLS; 0 otherwise, because the first data shows the token
 	log       *slog.Logger
 	warned    lograte.Limiter

@@ -37,7 +37,7 @@ const (
 // streamRules limit the streams that a client may open. A stream's kind is its header "streamType".
 type streamRules struct {
 	once   map[string]bool // nil: any kind; otherwise each of these kinds may occur once
-	open   int             // concurrently
+	open   int             // limit of the streams that are open at the same time
 	inputs map[string]bool
 }
 
@@ -338,10 +338,10 @@ func (g *spdyGuard) forgetFinished(id spdy.StreamId, s *guardedStream) {
 	}
 }
 
-// Write implements net.Conn. It records a frame before it sends it: a stream counts as accepted
-// when its answer is written, even if the answer does not arrive. An answer that does not arrive is
-// no error, because spdystream would make the stream's writers wait for another answer. Later
-// writes fail.
+// Write implements net.Conn. It records a frame before it sends the frame. A stream counts as
+// accepted when its answer is written, even if the answer does not arrive. Write returns no error
+// for such an answer, because spdystream would make the stream's writers wait for another answer.
+// Later writes fail.
 func (g *spdyGuard) Write(p []byte) (int, error) {
 	done := 0
 	for done < len(p) {

@@ -99,7 +99,7 @@ func linkHierarchies(list []hierarchy) (yard *os.File, err error) {
 	failpoint.Reach("launcher.link-cgroups")
 	for _, h := range list {
 		if err := unix.Symlinkat(h.mount, fd, h.name); err != nil {
-			_ = yard.Close() // a directory
+			_ = yard.Close() // Close of a directory loses nothing
 			return nil, fmt.Errorf("symlinkat %s: %w", h.name, err)
 		}
 	}

@@ -64,7 +64,7 @@ func (b *restoreBackend) enterNamespace() (_ *restoreNamespace, err error) {
 }
 
 // makeNamespace moves this thread to a new mount namespace, which gets no later mounts of the host.
-// /tmp is empty there, and CRIU's work directory is a mount.
+// In the namespace /tmp is empty, and CRIU's work directory is a mount.
 func (b *restoreBackend) makeNamespace() error {
 	failpoint.Reach("launcher.make-namespace")
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
@@ -96,7 +96,7 @@ func (b *restoreBackend) separateMounts() error {
 	trees := make([]*os.File, 0, len(needed))
 	defer func() {
 		for _, tree := range trees {
-			_ = tree.Close() // a mount
+			_ = tree.Close() // Close of a mount loses nothing
 		}
 	}()
 	failpoint.Reach("launcher.separate-mounts")

@@ -59,8 +59,8 @@ func (b *restoreBackend) joinKeyring() error {
 // uselessInside are the capabilities in restoringRights that are useless in a pod's user namespace.
 var uselessInside = []capability.Cap{capability.CAP_NET_ADMIN, capability.CAP_SYS_TIME, capability.CAP_MKNOD}
 
-// needless returns the capabilities that neither CRIU, which needs those in needed, nor the
-// container needs. If the spec has no capabilities, it returns none.
+// needless returns the capabilities that are not in needed, CRIU's list, and that the container
+// does not have. If the spec has no capabilities, it returns none.
 func (b *restoreBackend) needless(needed []capability.Cap) ([]capability.Cap, error) {
 	given := b.Spec.Process.Capabilities
 	if given == nil {

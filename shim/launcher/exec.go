@@ -320,7 +320,7 @@ func (e *execution) abandon() {
 		} else {
 			_ = unix.Kill(e.pid, unix.SIGKILL) // it is a child that was not reaped, so the pid is its own
 		}
-		_, _ = e.backend.wait() // the result is the kill
+		_, _ = e.backend.wait() // the result only says that it was killed
 	}
 	e.io.abandon()
 	endChildren(killTimeout) // left by a start that failed or was killed

@@ -178,7 +178,7 @@ func (b *libcontainerBackend) follow() (int, *os.File, error) {
 func (b *libcontainerBackend) destroy() error {
 	failpoint.Reach("launcher.destroy")
 	if b.process.Signal(unix.SIGKILL) == nil {
-		_, _ = b.process.Wait() // the result is the kill
+		_, _ = b.process.Wait() // the result only says that it was killed
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), destroyTimeout)
 	defer cancel()

@@ -121,7 +121,7 @@ func inMounts(pid int, do func([]*mountinfo.Info) error) error {
 	if err != nil {
 		return err
 	}
-	defer namespace.Close() // a namespace
+	defer namespace.Close() // Close of a namespace cannot fail
 	done := make(chan error)
 	go func() {
 		runtime.LockOSThread() // the thread ends, because other goroutines must not use it

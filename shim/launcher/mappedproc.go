@@ -33,12 +33,12 @@ func (b *mappedRestore) coverProc() error {
 	if err != nil {
 		return err
 	}
-	defer own.Close() // a namespace
+	defer own.Close() // Close of a namespace cannot fail
 	inside, err := b.mounts()
 	if err != nil {
 		return err
 	}
-	defer inside.Close() // a namespace
+	defer inside.Close() // Close of a namespace cannot fail
 	if err := unix.Unshare(unix.CLONE_FS); err != nil {
 		return os.NewSyscallError("unshare", err)
 	}
@@ -87,7 +87,7 @@ func (b *mappedRestore) replaceProc(init int) error {
 	if err != nil {
 		return err
 	}
-	defer inside.Close() // a namespace
+	defer inside.Close() // Close of a namespace cannot fail
 	done := make(chan error)
 	go func() {
 		runtime.LockOSThread() // the thread ends, because its children would be in the namespace
@@ -96,7 +96,7 @@ func (b *mappedRestore) replaceProc(init int) error {
 			if err != nil {
 				return err
 			}
-			defer ns.Close() // a namespace
+			defer ns.Close() // Close of a namespace cannot fail
 			if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWPID); err != nil {
 				return os.NewSyscallError("setns", err)
 			}
@@ -158,7 +158,7 @@ func ReplaceProc(args []string) error {
 	if err != nil {
 		return err
 	}
-	defer unix.Close(proc) // a mount
+	defer unix.Close(proc) // Close of a mount loses nothing
 	failpoint.Reach("launcher.unmount-proc")
 	for range 2 { // the mount of coverProc, and the mount of libcontainer with the mounts on it
 		if err := unix.Unmount(procPlace, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW); err != nil {

@@ -265,7 +265,7 @@ func (b *mappedRestore) startInRoom(command []string) (*criu.Process, error) {
 	if err != nil {
 		return nil, err
 	}
-	defer mounts.Close() // a namespace
+	defer mounts.Close() // Close of a namespace cannot fail
 	cmd := exec.Command(command[0], command[1:]...)
 	cmd.Dir, cmd.Env = "/", []string{}
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = b.process.Stdin, b.process.Stdout, b.process.Stderr
@@ -344,8 +344,8 @@ func (b *mappedRestore) answer(notify *rpc.CriuNotify) error {
 	return b.admitMapped(b.restored)
 }
 
-// takeStep reports whether something is due at a step. It refuses a repeated or missing step: after
-// the last one libcontainer's init has ended, and its PID may be that of any process of the node.
+// takeStep reports whether something is due at a step. It refuses a repeated or missing step. After
+// the last step libcontainer's init has ended, and any process of the node may have its PID.
 func (b *mappedRestore) takeStep(script string) (due bool, err error) {
 	at := slices.Index(restoreSteps, script)
 	switch {
@@ -442,7 +442,7 @@ func (b *mappedRestore) endHolder() error {
 	if err := b.process.Signal(unix.SIGKILL); err != nil {
 		return fmt.Errorf("end libcontainer's init: %w", err)
 	}
-	_, _ = b.process.Wait() // the result is the kill
+	_, _ = b.process.Wait() // the result only says that it was killed
 	failpoint.Reach("launcher.holder-ended")
 	return nil
 }

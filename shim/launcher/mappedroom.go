@@ -15,9 +15,9 @@ import (
 )
 
 // A room is the mount namespace in which CRIU itself runs. The restored processes are in their
-// container's mount namespace. It belongs to the node's user namespace, so CRIU cannot mount
-// anything in it. It has the programs of the node, read-only, the images, and a directory for
-// CRIU's log. Its /proc shows only the processes of the pod's user namespace.
+// container's mount namespace. The room belongs to the node's user namespace, so CRIU cannot mount
+// anything in it. It contains the images, a directory for CRIU's log and, read-only, the programs
+// of the node. Its /proc shows only the processes of the pod's user namespace.
 
 // Places in a room.
 const (
@@ -106,7 +106,7 @@ func showProgram(room, path string) error {
 	if err != nil {
 		return err
 	}
-	defer tree.Close() // a mount
+	defer tree.Close() // Close of a mount loses nothing
 	return attachAt(tree, place, info.IsDir())
 }
 
@@ -125,12 +125,12 @@ func (b *mappedRestore) furnishImages(room string) error {
 	if err != nil {
 		return err
 	}
-	defer users.Close() // a namespace
+	defer users.Close() // Close of a namespace cannot fail
 	tree, err := cloneReadOnly(b.Restore.Images, unix.MOUNT_ATTR_NOEXEC, users)
 	if err != nil {
 		return err
 	}
-	defer tree.Close() // a mount
+	defer tree.Close() // Close of a mount loses nothing
 	if err := attachAt(tree, filepath.Join(room, roomImages), true); err != nil {
 		return err
 	}

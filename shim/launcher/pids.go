@@ -23,9 +23,10 @@ import (
 // it.
 const lastPID = "/proc/sys/kernel/ns_last_pid"
 
-// reservePIDs makes the kernel assign higher process IDs than all in the checkpoints of this
-// container and of containers that will be restored later. Otherwise, in a shared PID namespace,
-// this container could get IDs of the later containers, and CRIU could not restore them.
+// reservePIDs makes the kernel assign new process IDs above all saved ones. They are in the
+// checkpoints of this container and of containers that will be restored later. Otherwise, in a
+// shared PID namespace, this container could get IDs of the later containers, and CRIU could not
+// restore them.
 func (b *restoreBackend) reservePIDs() error {
 	namespace := b.config.Namespaces.PathOf(configs.NEWPID)
 	if namespace == "" {
@@ -72,7 +73,7 @@ func enterAndReserve(namespace string, pid int) error {
 			if err != nil {
 				return err
 			}
-			defer ns.Close() // a namespace
+			defer ns.Close() // Close of a namespace cannot fail
 			if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWPID); err != nil {
 				return os.NewSyscallError("setns", err)
 			}

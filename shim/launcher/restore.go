@@ -130,7 +130,7 @@ func (b *restoreBackend) isolated(restore func() error) error {
 	if b.ns, err = b.enterNamespace(); err != nil {
 		return err
 	}
-	defer b.ns.outside.Close() // a namespace
+	defer b.ns.outside.Close() // Close of a namespace cannot fail
 	return restore()
 }
 
@@ -305,7 +305,7 @@ func (b *restoreBackend) watchCRIU(pid int) error {
 		return fmt.Errorf("find CRIU: %w", err)
 	}
 	b.waiting.Go(func() {
-		defer criu.Close() // a descriptor
+		defer criu.Close() // Close of a pidfd loses nothing
 		if waitExit(int(criu.Fd())) == nil && !b.gate.passed() {
 			close(b.lost)
 		}

@@ -10,7 +10,8 @@ static void slacken(void)
 {
 	int now;
 
-	// libcontainer sets the first for init, the daemon the second for launchers (proto.SlackEnv).
+	// libcontainer sets the first for init. The daemon sets the second for launchers
+	// (proto.SlackEnv).
 	if (!getenv("_LIBCONTAINER_INITPIPE") && !getenv("BERTH_TIMER_SLACK"))
 		return;
 	now = prctl(PR_GET_TIMERSLACK, 0, 0, 0, 0);

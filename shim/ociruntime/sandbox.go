@@ -25,9 +25,9 @@ func (r *Runtime) Checkpoint(ctx context.Context, id string, dir *os.File, image
 	if err == nil {
 		return nil
 	}
-	// If the command was killed, the sandbox still saves. It takes a signal when the save is over.
-	// The pause ignores this signal. A sandbox that has ended accepts no signal, and is not frozen
-	// either.
+	// If the command was killed, the sandbox still saves. The sandbox accepts a signal only after
+	// the save. The pause ignores this signal. A sandbox that has ended accepts no signal, and is
+	// not frozen either.
 	_ = r.run(ctx, "kill", id, fmt.Sprint(int(unix.SIGWINCH)))
 	return err
 }

@@ -306,7 +306,7 @@ __attribute__((noreturn)) static void second_stage(unsigned long flags, char **a
 		must(HOSTNAME, SYSCALL(sethostname, argv[NAME], length(argv[NAME]), 0, 0, 0));
 	join_keyring();
 	become(number(&uid), number(&gid), argv[GROUP_LIST]);
-	/* A process that has no capabilities needs it for a filter. */
+	/* A process without capabilities needs no_new_privs before it may set a filter. */
 	if (argv[MODE][0])
 		must(NO_NEW_PRIVILEGES, SYSCALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
 	if (report(CHILD_FD, READY, 0) < 0 || !await(CHILD_FD))

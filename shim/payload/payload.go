@@ -1,7 +1,8 @@
 // Package payload embeds the two small programs of berth, pause and the monitor, and installs them
 // in an executable place.
 //
-// contrib/build compiles them. In a berth compiled without it they are missing, and Install fails.
+// contrib/build compiles the programs. If berth was compiled in another way, they are missing, and
+// Install fails.
 package payload
 
 import (

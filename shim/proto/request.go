@@ -144,9 +144,10 @@ type Exec struct {
 	Stderr *os.File `json:"-"`
 	Passed Streams  `json:"passed,omitempty"` // the streams whose files come with the message
 
-	// Keep are the files to hold open while the process runs, as in Launch; none or KeptFDs.
+	// Keep are the files to hold open while the process runs, as in Launch. There are none or
+	// KeptFDs of them.
 	Keep []*os.File `json:"-"`
-	Kept bool       `json:"kept,omitempty"` // they come with the message
+	Kept bool       `json:"kept,omitempty"` // the files of Keep come with the message
 
 	Runtime *ociruntime.Runtime `json:"runtime,omitempty"` // the container's; nil: libcontainer
 	Dir     string              `json:"dir,omitempty"`     // the container's shim directory; needed with Runtime only

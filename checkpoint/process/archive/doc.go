@@ -22,12 +22,12 @@
 // while it checks everything, so later changes of the original have no effect. Only regular files
 // with one link are read, by openat2 below the directory. File names, sizes, counts and the depth
 // of JSON are limited. A file that the manifest does not name is an error, and so is a missing one.
-// Names, annotations and paths in an archive have no effect outside of it: no path outside the
+// Names, annotations and paths in an archive have no effect outside of it. No path outside the
 // archive is opened, and no image is pulled or tagged.
 //
-// A signature of this node means that this node wrote the archive and nobody changed it. Package
-// verify compares the content of all other archives with what berth would create.
+// A signature of this node means that this node wrote the archive and nobody changed it. Import
+// refuses all other archives.
 //
 // Errors of reading are InvalidArgument (malformed archive), FailedPrecondition (not signed by this
-// node, or a limit of this node) or those of the filesystem.
+// node, or a limit of this node), or errors of the filesystem.
 package archive

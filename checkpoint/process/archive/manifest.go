@@ -102,7 +102,7 @@ const (
 	maxFiles      = 1 << 16
 	maxContainers = 1000
 	maxDepth      = 64      // nesting of JSON
-	maxValues     = 1 << 19 // JSON values: three for each file, and those of the configs
+	maxValues     = 1 << 19 // JSON values: three for each file, and the values in the configs
 )
 
 // encode returns the manifest's file.

@@ -166,7 +166,7 @@ func Clear(dir *os.File) error {
 	if err != nil {
 		return err
 	}
-	defer top.Close() // changes are not in its descriptor
+	defer top.Close() // Close of a directory loses no changes
 	names, err := top.Names()
 	if err != nil {
 		return err

@@ -71,7 +71,7 @@ func (p *packer) add(e entry) error {
 	return copySize(p.ctx, p.w, file, e.st.Size)
 }
 
-// addDirectory writes the entry of a directory, after those of its parents, unless it is there.
+// addDirectory writes the missing entries of a directory and its parents, parents first.
 func (p *packer) addDirectory(dir string) error {
 	if p.packed[dir] {
 		return nil

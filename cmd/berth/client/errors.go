@@ -59,7 +59,8 @@ var words = map[codes.Code]string{
 // longID matches the full ID of a container, pod or image, and the digest in an image's reference.
 var longID = regexp.MustCompile(`@?\b(sha256:)?[0-9a-f]{64}\b`)
 
-// shortenID shortens an ID. It keeps a digest in a reference, which would be another image.
+// shortenID shortens an ID. It does not shorten the digest in a reference, which would then name
+// another image.
 func shortenID(match string) string {
 	if strings.HasPrefix(match, "@") {
 		return match

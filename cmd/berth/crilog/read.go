@@ -24,9 +24,9 @@ type Options struct {
 }
 
 // Read calls emit with each line of the log file at path. It joins partial records. It skips
-// records that are not in the CRI format, and returns an error at the end that counts them and
-// contains the first. An error from emit ends the reading and is returned unchanged. The error
-// wraps fs.ErrNotExist if the file is missing, unless Read follows.
+// records that are not in the CRI format. At the end it returns an error with their number and the
+// first of them. An error from emit ends the reading and is returned unchanged. The error wraps
+// fs.ErrNotExist if the file is missing, unless Read follows.
 func Read(ctx context.Context, path string, o Options, emit func(Record) error) error {
 	r := reader{path: path, options: o, emit: emit}
 	if o.Follow {

@@ -43,7 +43,7 @@ func (m *masker) document(content []byte) (clean, error) {
 	return indented(m.tree(v, isShown))
 }
 
-// isShown reports whether the last key does not name a secret.
+// isShown reports whether a value may be shown, because its last key names no secret.
 func isShown(keys []string) bool { return !secretKey.MatchString(keys[len(keys)-1]) }
 
 func indented(v any) (clean, error) { return json.MarshalIndent(v, "", "  ") }

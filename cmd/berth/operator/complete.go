@@ -85,7 +85,7 @@ func runningNames(ctx context.Context, c *client.Client) ([]string, error) {
 	return namesOf(containerRows(ctx, c, false))
 }
 
-// containersOfPod lists the names of the containers of the pod that ref identifies.
+// containersOfPod lists the names of a pod's containers. ref identifies the pod.
 func containersOfPod(ref string) nameSource {
 	return func(ctx context.Context, c *client.Client) (names []string, err error) {
 		pod, err := c.FindPod(ctx, ref)

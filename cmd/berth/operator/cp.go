@@ -87,7 +87,7 @@ func parsePlace(arg string) place {
 	return place{name, path}
 }
 
-// containerPaths lists the running containers' names for paths in them.
+// containerPaths lists the running containers as beginnings of paths, such as "web/nginx:/".
 func containerPaths(ctx context.Context, c *client.Client) ([]string, error) {
 	list, err := c.Containers(ctx)
 	var names []string

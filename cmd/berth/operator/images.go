@@ -44,7 +44,7 @@ func (r imageRow) cells(l *listFlags) []cli.Cell {
 	return cli.Cells(r.Name(), l.id(r.ID), size)
 }
 
-// perTag returns one row per tag, which are the lines of the table, as with docker and crictl.
+// perTag returns one row for each tag. docker and crictl show such rows, too.
 func perTag(rows []imageRow) (lines []imageRow) {
 	for _, r := range rows {
 		tags := r.Tags

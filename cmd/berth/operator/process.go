@@ -203,7 +203,7 @@ func findAmong(ctx context.Context, c *client.Client, ref, name string, prefer f
 	return newest[names[0]], nil
 }
 
-// previousOf returns the attempt before a container, which kubelet keeps after a restart.
+// previousOf returns the previous attempt of a container. kubelet keeps it after a restart.
 func previousOf(ctx context.Context, c *client.Client, container *runtimeapi.Container) (*runtimeapi.Container, error) {
 	all, err := c.ContainersOf(ctx, container.GetPodSandboxId())
 	if err != nil {

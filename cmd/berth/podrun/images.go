@@ -20,7 +20,7 @@ type imageKey struct {
 
 func keyOf(c podyaml.Container) imageKey { return imageKey{c.Image, c.ImagePullPolicy} }
 
-// pullImages pulls all images of the pod in parallel before the first container starts, so that a
+// pullImages pulls all images of the pod in parallel before the first container starts. So a
 // missing image does not leave a partly started pod.
 func (r *podRun) pullImages(ctx context.Context) error {
 	var mu sync.Mutex // guards r.images

@@ -55,7 +55,7 @@ func (r *Restored) fill(containers []string) error {
 	return r.WriteHosts("", nil, false)
 }
 
-// WriteHosts writes the hosts file of a pod: the node's file in the node's network.
+// WriteHosts writes the hosts file of a pod. With hostNetwork it copies the node's file.
 func (r *Restored) WriteHosts(hostname string, podIPs []string, hostNetwork bool) error {
 	plan := &podyaml.Plan{Pod: r.files.pod.DeepCopy()}
 	plan.Pod.Spec.Hostname, plan.Pod.Spec.HostNetwork = hostname, hostNetwork

@@ -3,7 +3,7 @@ package podyaml
 import "strings"
 
 // Expand replaces $(NAME) by lookup's value for NAME, as Kubernetes does in env values, command and
-// args. $$ stands for a literal $, so $$(NAME) is not replaced. An unknown or unclosed reference
+// args. $$ stands for a literal $, and $$(NAME) is not replaced. An unknown or unclosed reference
 // stays unchanged.
 func Expand(text string, lookup func(name string) (value string, ok bool)) string {
 	var out strings.Builder

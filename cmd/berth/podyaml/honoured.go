@@ -99,8 +99,8 @@ func join(path, name string) string {
 
 func index(path string, i int) string { return fmt.Sprintf("%s[%d]", path, i) }
 
-// isUnset reports whether a value is that of an omitted field, or equivalent to it: an empty list
-// or null.
+// isUnset reports whether a value is the value of an omitted field, or equivalent: an empty list or
+// null.
 func isUnset(v reflect.Value) bool {
 	switch v.Kind() {
 	case reflect.Slice, reflect.Map:

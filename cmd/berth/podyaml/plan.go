@@ -66,7 +66,7 @@ func (p *Plan) Sandbox() *runtimeapi.PodSandboxConfig {
 	return config
 }
 
-// labels returns more, plus the labels that identify the pod.
+// labels returns the labels in more and the labels that identify the pod.
 func (p *Plan) labels(more map[string]string) map[string]string {
 	out := make(map[string]string, len(more)+3)
 	for k, v := range more {

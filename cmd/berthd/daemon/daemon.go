@@ -2,9 +2,9 @@
 //
 // # Contract
 //
-// [Main] reads the configuration, opens the parts of the daemon in the order of their dependencies,
-// serves CRI until a signal, and closes the parts in reverse order. A reload changes the options
-// that a running daemon can take.
+// [Main] reads the configuration and opens the parts of the daemon in the order of their
+// dependencies. It serves CRI until a signal, and closes the parts in reverse order. A reload
+// changes the options that a running daemon can take.
 //
 // The program berth uses the rest of the package without a daemon: [Check] for "berth config
 // check", [Registries] for "berth check", and [Offline] for "berth reset".

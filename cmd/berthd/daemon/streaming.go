@@ -93,7 +93,7 @@ type tlsFiles struct {
 
 	mu      sync.Mutex // held by the goroutine that checks the files; other goroutines do not wait for it; guards the fields below
 	looked  time.Time
-	version string // identity of the files that last was read from; empty: they may have changed since
+	version string // identifies the files from which last was read; empty: the files may have changed since then
 }
 
 // current returns the configuration for a connection.

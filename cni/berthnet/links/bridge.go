@@ -235,8 +235,8 @@ func (b *Bridge) claim(network string) error {
 	parts := []nl.NetlinkRequestData{message, nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(alias))}
 	if b.alias == "" && b.isOurs() {
 		// The MTU is set in a separate request. If the request that creates the bridge sets the
-		// MTU, the kernel resets it to Ethernet's default when the last port is removed
-		// (br_mtu_auto_adjust, Linux 4.17).
+		// MTU, the kernel later resets it to Ethernet's default. It does so when the last port is
+		// removed (br_mtu_auto_adjust, Linux 4.17).
 		parts = append(parts, number(unix.IFLA_MTU, b.MTU))
 	}
 	var host batch
@@ -344,10 +344,10 @@ func (b *Bridge) setUp(gateways, obsolete []netip.Prefix) error {
 	return err
 }
 
-// checkOverlap returns ErrOverlap if another interface than the bridge has an address in a subnet,
-// or a route to a subnet or a part of it. If the bridge does not exist yet, bridge is nil. A route
-// to a larger network, such as all pods of a cluster, is no overlap unless it leads to another
-// network's bridge.
+// checkOverlap returns ErrOverlap if another interface than the bridge has an address in a subnet.
+// A route through another interface to a subnet, or to a part of it, is an overlap, too. If the
+// bridge does not exist yet, bridge is nil. A route to a larger network, such as all pods of a
+// cluster, is no overlap unless it leads to another network's bridge.
 func checkOverlap(subnets []netip.Prefix, bridge *Bridge) error {
 	own := -1
 	if bridge != nil {

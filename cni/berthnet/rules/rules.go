@@ -139,8 +139,8 @@ func (f *Filter) install(n *Network, pods []Pod) error {
 	})
 }
 
-// obsolete returns the objects to delete: the markers in the network's table, chains in it from
-// earlier versions, and the tables of other networks for its bridge.
+// obsolete returns the objects to delete. In the network's table these are the markers, and chains
+// of earlier versions. The tables of other networks for the bridge are obsolete, too.
 func (n *Network) obsolete(conn *nftables.Conn) (old []string, others []*nftables.Table, err error) {
 	chains, err := conn.ListChainsOfTableFamily(nftables.TableFamilyINet)
 	if err != nil {

@@ -9,7 +9,7 @@
 // every byte of the blob before it is decompressed (but see "Tables of contents"). At the end it
 // verifies the digest of the whole tar. Then the layer is like any other.
 //
-// An index has one of two sources. This node has made it while it unpacked the whole blob, or it
+// An index has one of two sources. This node has made it while it unpacked the whole blob. Or it
 // was made from a table of contents whose digest is in the image's manifest. Other nodes are not
 // asked for indexes.
 //

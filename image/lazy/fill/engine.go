@@ -34,7 +34,7 @@ type Source interface {
 
 // Rejecter is a reader of a Source whose bytes came from one of several hosts.
 type Rejecter interface {
-	// Reject reports that the bytes are not those of the blob. The Source should ask another host
+	// Reject reports that the bytes do not belong to the blob. The Source should ask another host
 	// next time.
 	Reject()
 }

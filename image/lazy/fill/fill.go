@@ -501,8 +501,8 @@ func (c content) ReadContent(at tarsplit.Ref, p []byte, offset int64) error {
 	return err
 }
 
-// unmark makes the data file one of a complete layer. After a crash, the next Engine verifies the
-// layer again, or the caller finds a complete layer.
+// unmark removes the mark from the data file, which is then the file of a complete layer. After a
+// crash, the next Engine verifies the layer again, or the caller finds a complete layer.
 func (l *Layer) unmark() error {
 	failpoint.Reach("lazy.complete")
 	err := unix.Fremovexattr(int(l.data.Fd()), incompleteXattr)

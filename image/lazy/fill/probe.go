@@ -24,10 +24,10 @@ const probeBlocks = 2
 // probeTimeout limits the probe.
 const probeTimeout = 10 * time.Second
 
-// probe checks that the kernel reports reads and page faults of an EROFS image before it reads the
-// data file in dir. It fills the file when they are reported, and compares what the readers get.
-// The files have no names and the mount is detached, so nothing is left behind. The error is
-// errors.ErrUnsupported if the kernel or the filesystem cannot report accesses.
+// probe checks that the kernel reports reads and page faults of an EROFS image, before it takes the
+// content from the data file in dir. It fills the file when they are reported, and compares what
+// the readers get. The files have no names and the mount is detached, so nothing is left behind.
+// The error is errors.ErrUnsupported if the kernel or the filesystem cannot report accesses.
 func probe(dir string) (err error) {
 	undo := cleanup.New()
 	defer undo.Run(&err)

@@ -17,12 +17,12 @@ import (
 // 1. In the state answering, the ranges of a slot are filled, because an answer follows the write.
 // The new Engine repeats the answer at once, before it reads any new event.
 //
-// 2. In the state reading, the event of a slot was not answered. Until the answer, its number is
-// occupied in this process: by a descriptor that the Engine opens for this purpose, or by a
-// descriptor that the process uses for something else.
+// 2. In the state reading, the event of a slot was not answered. Until the answer, a descriptor of
+// this process occupies its number. The Engine opens a descriptor for this purpose, unless the
+// process already uses the number for something else.
 //
-// 3. In the latter case the other descriptor may be closed at any time. So new events are read only
-// after such an event (strict) was answered.
+// 3. If the process uses the number for something else, it may close that descriptor at any time.
+// So new events are read only after such an event (strict) was answered.
 //
 // If a slot has no inode yet, the dead Engine was about to identify the event. The new Engine then
 // fills the event's range in every incomplete layer, because one of them is the right one.

@@ -52,7 +52,8 @@ func (h *tarHash) to(end int64) error {
 	return err
 }
 
-// onlyReader hides other methods from io.CopyBuffer, which would not use its buffer.
+// onlyReader hides all methods but Read. If io.CopyBuffer found others, it would not use its
+// buffer.
 type onlyReader struct{ io.Reader }
 
 // digest returns the digest of the whole tar. It hashes the rest.

@@ -92,7 +92,7 @@ func (t flatTable) table(i int) flatTable {
 	return flatTable{}
 }
 
-// vector returns a vector that a field refers to, with elements of some bytes.
+// vector returns the vector that field i refers to. Its elements have size bytes each.
 func (t flatTable) vector(i, size int) flatVector {
 	at, ok := t.field(i)
 	if !ok {

@@ -345,8 +345,8 @@ func (e *entry) header() (*tar.Header, error) {
 	return hdr, nil
 }
 
-// Outline returns a tar with all entries. Each file that has content has one byte as content, so it
-// is not the blob's tar. Errors of the reader wrap ErrMalformed.
+// Outline returns a tar with all entries. Outline replaces the content of each file by one byte, so
+// the result is not the blob's tar. Errors of the reader wrap ErrMalformed.
 func (t *Table) Outline() io.Reader {
 	o := &outline{t: t, in: t.entries()}
 	o.tar = tar.NewWriter(&o.buf)

@@ -51,9 +51,9 @@ func New(cfg Config) *Budget {
 // Limits returns the limits of one layer that has the whole budget.
 func (b *Budget) Limits() unpack.Limits { return b.limits }
 
-// Run calls make with the limits of a layer, while it holds an unpack slot of origin and memory. It
-// returns these limits. Slots are shared among origins. An origin is a registry, or another name
-// for a source of blobs. what names the layer in waits.
+// Run calls make with the limits of a layer, and returns these limits. During the call it holds
+// memory and an unpack slot of origin. Slots are shared among origins. An origin is a registry, or
+// another name for a source of blobs. what names the layer in waits.
 func (b *Budget) Run(ctx context.Context, origin, what string, more Shortage,
 	make func(unpack.Limits) error) (had unpack.Limits, err error) {
 	waiting := trace.Begin(ctx, "wait for unpack slot")

@@ -26,8 +26,8 @@ const usualWindow = 8 << 20
 // starts again when the maximum per layer is free. Such layers wait in a queue and hold only the
 // minimum, so each gets its memory eventually. Small layers continue meanwhile.
 type memory struct {
-	least int64         // per process, in bytes of a tree
-	most  int64         // likewise
+	least int64         // least memory per process, in bytes of a tree
+	most  int64         // most memory per process, in bytes of a tree
 	rest  int64         // total beyond the minimum of each process
 	line  chan struct{} // holds one token: its holder is first in the queue
 

@@ -19,7 +19,7 @@ type frames struct {
 	started func(in int64)
 	n       int64 // bytes passed on
 	left    int64 // bytes until the next header
-	blocks  bool  // the header is that of a block
+	blocks  bool  // the next header belongs to a block
 	sum     int64 // bytes of the frame's checksum
 	lost    bool  // not parsed
 }

@@ -76,8 +76,8 @@ static void make_room(struct inflate_state *s)
 
 // find_block decompresses until a block begins. The library stops only behind the last block of a
 // member. So this marks the current block as the last one. Where the library stops, this changes
-// its state to that between two blocks. The library loses bits when it ends a member, and does that
-// only when it has copied all bytes. So one byte is always left for later.
+// its state to the state between two blocks. The library loses bits when it ends a member, and does
+// that only when it has copied all bytes. So one byte is always left for later.
 static int find_block(struct reader *r, struct block *block)
 {
 	struct inflate_state *s = &r->state;

@@ -34,7 +34,7 @@ const (
 )
 
 const (
-	// maxBody is the size of the largest body, which is that of a link.
+	// maxBody is the size of the largest body, the body of a link.
 	maxBody = 2*unix.PathMax + 1
 	maxText = 4 << 10
 	// maxGunzip limits the name of the gzip implementation.

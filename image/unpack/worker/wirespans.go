@@ -18,7 +18,8 @@ const (
 	kindTar  = 'T' // bytes of the tar
 )
 
-// maxSpan limits a span. Package index limits its bytes, and the rest is a point.
+// maxSpan limits the message about a span. blobindex.MaxIn limits the span's bytes of the blob, and
+// the point takes the rest.
 const maxSpan = blobindex.MaxIn + 64<<10
 
 // maxError limits an error: its code and its text.

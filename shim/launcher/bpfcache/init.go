@@ -167,8 +167,8 @@ func (c *command) execute(path string) error {
 	if err != nil {
 		return err
 	}
-	// Go's execve restores the limit of open files, which package os has raised. It has no other
-	// function for that, hence a program that does not exist.
+	// Go's execve restores the limit of open files, which package os has raised. Go has no other
+	// function for this purpose. So this calls execve for a program that does not exist.
 	_ = unix.Exec("", []string{""}, nil)
 	name := C.CString(path)
 	C.laststep(unsafe.Pointer(unsafe.SliceData(c.program)), C.size_t(len(c.program)), C.uint(c.flags),

@@ -81,7 +81,7 @@ func checkSocket(path string, listeners []process) Finding {
 }
 
 // checkOwnSocket judges the owner of another socket of the daemon. Only the daemon with the CRI
-// socket may own it. level and fix are those of a finding about another owner.
+// socket may own it. level and fix are for a finding about another owner.
 func checkOwnSocket(subject, path string, level Level, fix string, listeners, daemon []process) Finding {
 	if len(listeners) == 0 {
 		return ok(subject, "%s is free", path)
