@@ -54,7 +54,7 @@ func newMasker(programs ...string) (*masker, error) {
 // kernelWords are words of the kernel's log and of mount options that berth's programs lack.
 const kernelWords = `default relatime lazytime noatime nodiratime errors remount discard barrier inode64 journal quota prjquota
 	usrquota grpquota seclabel nsdelegate memory_recursiveprot hugetlb pagesize udev devtmpfs debugfs tracefs securityfs
-	fuse fusectl binfmt xfs btrfs subvol subvolid compress zstd overlay lowerdir upperdir workdir redirect volatile
+	fuse fusectl binfmt ext4 xfs btrfs subvol subvolid compress zstd overlay lowerdir upperdir workdir redirect volatile
 	invoked killer oom_kill_process constraint nodemask cpuset mems_allowed global_oom task_memcg killed total anon rss
 	shmem metacopy pgtables oom_score_adj reaped blocked seconds tainted hung task lockup segfault sector buffer aborting
 	corrupted warning checksum orphan bridge promiscuous forwarding disabled martian conntrack table dropping packet
