@@ -224,6 +224,7 @@ func StartDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 		d.connectToSystemd(t)
 	}
 	d.WaitWatched(t)
+	d.waitSettled(t)
 	d.Empty = d.Snapshot(t)
 	t.Cleanup(func() { d.removePodCgroups(t) })
 	t.Cleanup(func() { d.NoLeaks(t) })
@@ -425,6 +426,22 @@ func (d *Daemon) WaitWatched(t *testing.T) {
 			}
 		}
 		return nil
+	})
+}
+
+// waitSettled waits until the daemon's number of goroutines is the same in ten calls. The daemon
+// answers before it has started all of them, and on a busy machine the leak check would take a late
+// one for a leak.
+func (d *Daemon) waitSettled(t *testing.T) {
+	t.Helper()
+	last, same := 0, 0
+	EventuallyGot(t, "the daemon has started its goroutines", func() (bool, any) {
+		n := d.Goroutines(t)
+		if n != last {
+			last, same = n, 0
+		}
+		same++
+		return same == 10, n
 	})
 }
 

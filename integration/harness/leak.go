@@ -7,6 +7,7 @@ import (
 	"math"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -28,7 +29,9 @@ import (
 func (d *Daemon) NoLeaks(t *testing.T) {
 	t.Helper()
 	d.RemovePartial(t)
-	d.leaks(t, d.Empty, func() inventory.Items { return d.Snapshot(t) })
+	if !d.leaks(t, d.Empty, func() inventory.Items { return d.Snapshot(t) }) {
+		Must(t, d.Cmd.Process.Signal(syscall.SIGUSR1)) // writes its goroutines to the log
+	}
 }
 
 // RemovePartial removes what the daemon keeps of failed pulls. Older versions keep nothing.
@@ -52,7 +55,7 @@ func NoMachineLeaks(t *testing.T, before inventory.Items, d *Daemon) {
 // after 10 s. In a busy guest with one processor, 15 s were too short for that.
 const leakPatience = 25 * time.Second
 
-func (d *Daemon) leaks(t *testing.T, before inventory.Items, now func() inventory.Items) {
+func (d *Daemon) leaks(t *testing.T, before inventory.Items, now func() inventory.Items) (none bool) {
 	t.Helper()
 	Registry.DropIdle()
 	err := WaitUpTo(leakPatience, func() error {
@@ -64,6 +67,7 @@ func (d *Daemon) leaks(t *testing.T, before inventory.Items, now func() inventor
 	if err != nil {
 		t.Errorf("leaked:\n  %v", err)
 	}
+	return err == nil
 }
 
 // Snapshot takes an inventory of the machine and the daemon.
