@@ -15,7 +15,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"runtime"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -23,7 +22,7 @@ import (
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
-	"berth/internal/task"
+	"berth/internal/netns/thread"
 )
 
 // New creates a network namespace with its loopback interface up and pins it at path. It creates
@@ -44,7 +43,7 @@ func New(path string) error {
 // namespace ends after fn: when its sockets are closed, and the processes that fn started have
 // exited.
 func InNew(fn func() error) error {
-	return onThread(func() error {
+	return thread.Run(func() error {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 			return fmt.Errorf("unshare: %w", err)
 		}
@@ -166,7 +165,7 @@ func In(path string, fn func() error) error {
 		return errdefs.Internal("network namespace: %w", err)
 	}
 	defer ns.Close()
-	return onThread(func() error {
+	return thread.Run(func() error {
 		err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET)
 		if errors.Is(err, unix.EINVAL) {
 			return errdefs.NotFound("%s is not a network namespace", path)
@@ -176,32 +175,6 @@ func In(path string, fn func() error) error {
 		}
 		return fn()
 	})
-}
-
-// onThread runs fn, which may change the network namespace, on a locked thread. If onThread cannot
-// restore the original namespace, it ends the thread, because Go ends the thread of a goroutine
-// that returns locked. Restoring is better, because a process's main thread cannot end. If the main
-// thread stayed in fn's namespace, /proc would show the whole process there. A panic of fn is
-// passed to the caller.
-func onThread(fn func() error) error {
-	done := make(chan task.Outcome, 1)
-	go func() {
-		runtime.LockOSThread()
-		own, err := os.Open("/proc/thread-self/ns/net")
-		if err != nil {
-			runtime.UnlockOSThread()
-			done <- task.Outcome{Err: errdefs.Internal("open own network namespace: %w", err)}
-			return
-		}
-		defer own.Close()
-		outcome := task.Catch(fn)
-		if e := unix.Setns(int(own.Fd()), unix.CLONE_NEWNET); e == nil {
-			runtime.UnlockOSThread()
-		}
-		done <- outcome
-	}()
-	outcome := <-done
-	return outcome.Result()
 }
 
 // Existing returns path if a namespace is mounted there, otherwise "". After a reboot the file may

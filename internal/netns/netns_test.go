@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/netns/thread"
 	"berth/internal/testutil"
 )
 
@@ -201,7 +202,7 @@ func BenchmarkNewAndRemove(b *testing.B) {
 // A namespace of another process is pinned like one of this process.
 func TestPinOfOtherProcess(t *testing.T) {
 	source, path := t.TempDir()+"/source", t.TempDir()+"/ns"
-	testutil.Must(t, onThread(func() error { // as in a process started in a new namespace
+	testutil.Must(t, thread.Run(func() error { // as in a process started in a new namespace
 		testutil.Must(t, unix.Unshare(unix.CLONE_NEWNET))
 		testutil.Must(t, os.WriteFile(source, nil, 0o600))
 		return unix.Mount("/proc/thread-self/ns/net", source, "", unix.MS_BIND, "")

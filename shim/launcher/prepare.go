@@ -11,7 +11,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"berth/internal/failpoint"
-	"berth/internal/netns"
+	"berth/internal/netns/thread"
 	"berth/internal/pidfd"
 	"berth/shim/proto"
 )
@@ -59,7 +59,7 @@ func (c *launch) setDottedSysctls() error {
 		return proto.Errorf(proto.Internal, "sysctls %v need a network namespace", slices.Sorted(maps.Keys(dotted)))
 	}
 	maps.DeleteFunc(c.Spec.Linux.Sysctl, func(name, _ string) bool { return strings.Contains(name, "/") })
-	return netns.In(c.Spec.Linux.Namespaces[at].Path, func() error {
+	return thread.In(c.Spec.Linux.Namespaces[at].Path, func() error {
 		for name, value := range dotted {
 			if err := writeSysctl(name, value); err != nil {
 				return err
