@@ -498,15 +498,21 @@ func TestDecisionsEndWithThePolicy(t *testing.T) {
 	}
 }
 
-// An archive with the blob fills an incomplete layer, without its registry. The blob must be the
-// original one: the index says where its compressed parts are.
-func TestArchiveFillsIncompleteLayer(t *testing.T) {
-	w := newLazyWorld(t)
+// archive returns a directory with the registry's image.
+func (w *lazyWorld) archive(t *testing.T) string {
+	t.Helper()
 	ref, err := name.ParseReference(w.ref, name.Insecure)
 	testutil.Must(t, err)
 	original, err := remote.Image(ref)
 	testutil.Must(t, err)
-	path := layoutDir(t, "example.com/app:v1", original)
+	return layoutDir(t, "example.com/app:v1", original)
+}
+
+// An archive with the blob fills an incomplete layer, without its registry. The blob must be the
+// original one: the index says where its compressed parts are.
+func TestArchiveFillsIncompleteLayer(t *testing.T) {
+	w := newLazyWorld(t)
+	path := w.archive(t)
 	release := w.hold()
 	defer release()
 	img := mustPull(t, w.s, w.ref)
@@ -552,11 +558,7 @@ func TestArchiveFillsLayerOfConcurrentPull(t *testing.T) {
 	w.s = openStore(t, w.cfg)
 	w.needEngine(t)
 	w.forget(t)
-	ref, err := name.ParseReference(w.ref, name.Insecure)
-	testutil.Must(t, err)
-	original, err := remote.Image(ref)
-	testutil.Must(t, err)
-	path := layoutDir(t, "example.com/app:v1", original)
+	path := w.archive(t)
 	release := w.hold()
 	defer release()
 	pullLazily := func() {
@@ -567,7 +569,7 @@ func TestArchiveFillsLayerOfConcurrentPull(t *testing.T) {
 		w.lose()
 	}
 	before.Store(&pullLazily)
-	_, err = w.s.LoadFile(t.Context(), path, pull.LoadOptions{})
+	_, err := w.s.LoadFile(t.Context(), path, pull.LoadOptions{})
 	testutil.Must(t, err)
 	if before.Load() != nil {
 		t.Fatal("no layer was unpacked")

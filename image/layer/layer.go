@@ -26,7 +26,7 @@
 //
 //	<root>/layers/<hex name>/      a layer: the driver's files, and layer.json
 //	<root>/joins/<hex chainID>/    a join or a merged image: the driver's files, and layer.json
-//	<root>/lazy/<hex name>/        an incomplete layer (OpenLazy), with package fill's files, an index, a TOC
+//	<root>/lazy/<hex name>/        an incomplete layer (OpenLazy): package fill's files, index, TOC
 //	<root>/{layers,joins,lazy}/set-aside/  unusable layers that may be mounted, see DropSetAside
 //	<root>/empty-<kind>/           an empty layer
 //	<root>/tmp/                    layers under construction; the next Open deletes them

@@ -67,7 +67,8 @@ func (b *Blob) NoteStates() {
 	}
 }
 
-// States returns the states of the blob's hash, for [blobindex.Index], after Read has returned io.EOF.
+// States returns the states of the blob's hash, for [blobindex.Index]. Call it after Read has
+// returned io.EOF.
 func (b *Blob) States() ([]blobindex.State, error) {
 	if b.states == nil || !errors.Is(b.err, io.EOF) {
 		return nil, errors.New("the blob was not read to its end, or has no states")

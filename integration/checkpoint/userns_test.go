@@ -149,7 +149,7 @@ func TestHostileCRIU(t *testing.T) {
 	}
 }
 
-// takenOver saves a container, and starts it with a program in place of CRIU that was taken over and
+// takenOver saves a container, and starts it with a program in place of CRIU, which
 // seems to restore it (testdata/taken.c). name is that of the program.
 func takenOver(t *testing.T, name string) (*harness.Container, error) {
 	t.Helper()

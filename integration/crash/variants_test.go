@@ -159,8 +159,8 @@ func (plugin) RunPodSandbox(context.Context, *api.PodSandbox) error  { return ni
 func (plugin) StopPodSandbox(context.Context, *api.PodSandbox) error { return nil }
 
 // otherForm are pulls of an image that must be stored as directories, although two of its layers
-// are already stored for EROFS. The daemon downloads these two again. A node does so if the merge of
-// an image's layers shows that the image is too large for EROFS.
+// are already stored for EROFS. The daemon downloads these two again. A node does so if the merge
+// of an image's layers shows that the image is too large for EROFS.
 var otherForm = []operation{
 	{name: "PullImage_otherForm", daemon: onDisk, prepare: packed, request: pull(second), more: true},
 	{name: "Recovery_of_PullImage_otherForm", daemon: onDisk, first: &point{"layer.marked-opaque", 1}, prepare: packed, request: pull(second), more: true},

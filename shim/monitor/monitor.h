@@ -205,7 +205,7 @@ bool exit_status(struct text t, int *code);
 
 /* client.c */
 
-/* client_accept accepts one connection. If there is no descriptor or memory for it, accepting pauses. */
+/* client_accept accepts one connection. Without a descriptor or memory for it, accepting pauses. */
 void client_accept(struct monitor *m);
 /* clients_accept_again ends that pause when it is due. */
 void clients_accept_again(struct monitor *m);

@@ -1,4 +1,4 @@
-// taken stands in for a CRIU that was taken over and seems to complete the restore. The init that it
+// taken stands in for a hostile CRIU that seems to complete the restore. The init that it
 // names is a process of its own. Another process stays in the node's PID namespace. With the name
 // "repeats" it repeats a step when libcontainer's init has ended.
 #define _GNU_SOURCE
