@@ -13,6 +13,9 @@ need_root() { [ "$(id -u)" = 0 ] || die "needs root: sudo $0"; }
 
 # --- packages and toolchain -----------------------------------------------------
 
+# An installed Go that is older than go.mod requires takes this toolchain from the module proxy.
+export GOTOOLCHAIN=go1.27.3
+
 # Debian's and Ubuntu's names, the same in Debian 12 and 13 and Ubuntu 22.04 and 24.04.
 BERTH_PACKAGES=(gcc libc6-dev pkg-config libseccomp-dev libisal-dev busybox-static iproute2 util-linux ca-certificates git)
 # The tests also need CNI plugins, a firewall and another OCI runtime.
@@ -156,20 +159,25 @@ go_minor() {
 	[[ $v =~ go1\.([0-9]+) ]] && echo "${BASH_REMATCH[1]}" || echo 0
 }
 
-# need_go puts the Go toolchain of go.mod first in PATH. Go 1.21 and later download this toolchain
-# themselves. Older versions (1.19 in Debian 12, 1.18 in Ubuntu 22.04) can download it as a module.
+# need_go puts a Go toolchain that go.mod accepts first in PATH: the installed one, or GOTOOLCHAIN. Go
+# 1.21 and later download it themselves. Older versions (1.19 in Debian 12, 1.18 in Ubuntu 22.04) can
+# download it as a module.
 need_go() {
 	PATH=$PATH:/usr/local/go/bin # sudo drops it
 	[ "$(go_minor)" -gt 0 ] || install_packages golang-go
 	if [ "$(go_minor)" -ge 21 ]; then
-		GOROOT=$(cd "$BERTH_SRC" && go env GOROOT) || die "go cannot switch to the toolchain of go.mod"
+		! (cd "$BERTH_SRC" && GOTOOLCHAIN=local go list -m >/dev/null 2>&1) || GOTOOLCHAIN=local
+		GOROOT=$(go env GOROOT)
 	else
-		GOROOT=$(fetch_toolchain) || die "needs Go 1.21 or later, found $(go version)"
-	fi
+		GOROOT=$(fetch_toolchain)
+	fi || die "needs Go $(required_go), found $(GOTOOLCHAIN=local go version), and cannot download $GOTOOLCHAIN from the module proxy"
 	export GOROOT PATH=$GOROOT/bin:$PATH GOTOOLCHAIN=local
 	# Under sudo the checkout belongs to another user, so git refuses to read its revision.
 	export GOFLAGS="${GOFLAGS:+$GOFLAGS }-buildvcs=false"
 }
+
+# required_go prints the version of Go that go.mod requires.
+required_go() { awk '$1 == "go" {print $2}' "$BERTH_SRC/go.mod"; }
 
 # module_dir MODULE VERSION downloads a Go module and prints the directory of its source.
 module_dir() {
@@ -181,7 +189,7 @@ module_dir() {
 # fetch_toolchain prints the GOROOT of a toolchain downloaded by an old go.
 fetch_toolchain() {
 	local version dir
-	version=v0.0.1-go$(awk '$1 == "go" {print $2}' "$BERTH_SRC/go.mod").linux-$(go env GOARCH)
+	version=v0.0.1-$GOTOOLCHAIN.linux-$(go env GOARCH)
 	dir=$(module_dir golang.org/toolchain "$version") || return
 	# Module zips carry no file modes. Newer go commands also set them after the download.
 	chmod +x "$dir"/bin/* "$dir"/pkg/tool/*/* && echo "$dir"
