@@ -18,6 +18,7 @@ import (
 const (
 	secondNode    = "node2"
 	secondAddress = "192.0.2.11"
+	clusterPods   = "10.244.0.0/16" // addresses of pods in docs/kubeadm.md
 )
 
 // newSecondNode makes a second machine with a daemon in its default directories: mount, network and
@@ -74,9 +75,9 @@ exec sleep infinity`
 func (k *kubeadm) configure(t *testing.T) {
 	t.Helper()
 	const script = `mkdir -p /etc/berth/certs.d/_default
-printf '[network]\ntype = "berth-net"\n' >/etc/berth/config.toml
+printf '[network]\ntype = "berth-net"\nno_masquerade = ["%s"]\n' "$2" >/etc/berth/config.toml
 printf 'server = "%s"\n' "$1" >/etc/berth/certs.d/_default/hosts.toml`
-	k.command(t, "bash", "-euc", script, "configure", forwardRegistry(t))
+	k.command(t, "bash", "-euc", script, "configure", forwardRegistry(t), clusterPods)
 }
 
 // forwardRegistry serves the test's registry, which listens on loopback, at the first machine's

@@ -216,7 +216,7 @@ func (n *pageNode) makeCheckout(t *testing.T) {
 func (n *pageNode) configure(t *testing.T) {
 	t.Helper()
 	harness.Must(t, os.RemoveAll("/etc/berth"))
-	writeBelow(t, "/etc/berth", "config.toml", []byte("[network]\ntype = \"berth-net\"\n[checkpoint]\nrestore = \"trusted\"\n"))
+	writeBelow(t, "/etc/berth", "config.toml", fmt.Appendf(nil, "[network]\ntype = \"berth-net\"\nno_masquerade = [%q]\n[checkpoint]\nrestore = \"trusted\"\n", clusterPods))
 	writeBelow(t, "/etc/berth", "certs.d/_default/hosts.toml", fmt.Appendf(nil, "server = %q\n", "http://"+harness.Registry.Host))
 	img := harness.Get(fixture.Image(v1.Config{Cmd: []string{"sh"}}))(t)
 	for _, name := range []string{"library/busybox:latest", "library/busybox:1.36", "team/app:v1"} {
