@@ -41,7 +41,7 @@ var smokeSpecs = []string{
 	"Container Lifecycle Hook when create a pod with lifecycle hook should execute prestop exec hook properly",
 	"InitContainer should invoke init containers on a RestartAlways pod",
 	"InitContainer should invoke init containers on a RestartNever pod",
-	"Kubelet when scheduling a read only busybox container should not write to root filesystem",
+	"Kubelet when scheduling a busybox command in a pod should print the output to logs",
 	"Kubelet when scheduling an agnhost Pod with hostAliases should write entries to /etc/hosts",
 	"Downward API should provide host IP as an env var",
 	"EmptyDir volumes should support (root,0644,tmpfs)",
