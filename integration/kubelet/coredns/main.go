@@ -5,12 +5,13 @@ package main
 import (
 	"github.com/coredns/coredns/core/dnsserver"
 	"github.com/coredns/coredns/coremain"
+	_ "github.com/coredns/coredns/plugin/bind"
 	_ "github.com/coredns/coredns/plugin/errors"
 	_ "github.com/coredns/coredns/plugin/kubernetes"
 	_ "github.com/coredns/coredns/plugin/log"
 )
 
 func main() {
-	dnsserver.Directives = []string{"errors", "log", "kubernetes"}
+	dnsserver.Directives = []string{"bind", "errors", "log", "kubernetes"}
 	coremain.Run()
 }
