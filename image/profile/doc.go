@@ -1,0 +1,9 @@
+// Package profile checks seccomp profiles that are published as OCI artifacts (KEP-6061).
+//
+// An artifact is an OCI image manifest with exactly one layer, which holds the seccomp JSON of the
+// runtime specification. The config's media type, or the manifest's artifactType, is MediaType.
+// CheckManifest checks the manifest and Parse the layer. Both work on bytes whose digest the caller
+// has verified, and both refuse what they do not know. A refusal is permanent: it has the code
+// InvalidArgument, and its text begins with SecurityProfileInvalid, so that the kubelet does not
+// retry the pull.
+package profile
