@@ -6,4 +6,7 @@
 // has verified, and both refuse what they do not know. A refusal is permanent: it has the code
 // InvalidArgument, and its text begins with SecurityProfileInvalid, so that the kubelet does not
 // retry the pull.
+//
+// Store keeps what Parse returned as records, which survive a power cut. A profile keeps its newest
+// 256 references. A forgotten reference must be pulled again.
 package profile
