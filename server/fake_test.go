@@ -19,6 +19,7 @@ import (
 
 	"berth/image"
 	"berth/image/lazy"
+	"berth/image/profile"
 	"berth/image/pull"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
@@ -205,6 +206,7 @@ type fakeImages struct {
 	images   []*image.Image
 	removed  []string
 	auth     *runtimeapi.AuthConfig
+	profiles *profile.Store
 	err      error // returned by every method that may fail
 	progress []pull.Progress
 	lazy     *lazy.Status // of all images
@@ -226,6 +228,12 @@ func (f *fakeImages) Get(ref string) (*image.Image, error) {
 	}
 	return nil, errdefs.NotFound("image %q does not exist", ref)
 }
+
+func (f *fakeImages) PullProfile(context.Context, string, string, *runtimeapi.AuthConfig) (bool, error) {
+	return false, f.err
+}
+
+func (f *fakeImages) Profiles() *profile.Store { return f.profiles }
 
 func (f *fakeImages) Driver() rootfs.Kind { return rootfs.Directory }
 

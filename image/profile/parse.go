@@ -154,7 +154,16 @@ func known[T ~string](what string, value T, allowed []T) error {
 	return invalid("%s %q is not allowed", what, errdefs.Clip(string(value)))
 }
 
+// Invalid returns a permanent refusal of a request: InvalidArgument, SecurityProfileInvalid.
+func Invalid(format string, args ...any) error { return invalid(format, args...) }
+
 func invalid(format string, args ...any) error {
 	return errdefs.InvalidArgument("%w: %s", crierrors.ErrSecurityProfileInvalid,
 		fmt.Sprintf(format, args...))
+}
+
+// Refused returns the error for a refusal whose reason another process has given. The reason may be
+// hostile, so it is shortened.
+func Refused(reason string) error {
+	return invalid("%s", errdefs.Clip(strings.TrimPrefix(reason, crierrors.ErrSecurityProfileInvalid.Error()+": ")))
 }

@@ -1,6 +1,7 @@
 package profile
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"maps"
@@ -26,6 +27,8 @@ type Info struct {
 type entry struct {
 	Refs    []string        `json:"refs"`
 	Profile json.RawMessage `json:"profile"`
+	// Evidence has, for references that a signature policy checked, what it checked.
+	Evidence map[string]json.RawMessage `json:"evidence,omitempty"`
 }
 
 // Store keeps checked profiles as records. It never contacts a registry.
@@ -63,17 +66,25 @@ func Open(path string) (*Store, []record.Damaged, error) {
 	return &Store{dir: dir, turn: make(chan struct{}, 1), entries: entries}, damaged, nil
 }
 
-// Add stores a profile that Parse returned, and records that ref resolved to it.
-func (s *Store) Add(ref string, profile []byte) error {
+// Add stores a profile that Parse returned, and records that ref resolved to it. evidence is JSON
+// that a signature policy can check again, or nil.
+func (s *Store) Add(ref string, profile, evidence []byte) error {
 	s.turn <- struct{}{}
 	defer func() { <-s.turn }()
 	d := digest.FromBytes(profile)
-	e := entry{Refs: s.entry(d).Refs, Profile: profile}
-	if slices.Contains(e.Refs, ref) {
+	e := entry{Refs: s.entry(d).Refs, Profile: profile, Evidence: maps.Clone(s.entry(d).Evidence)}
+	if slices.Contains(e.Refs, ref) && bytes.Equal(e.Evidence[ref], evidence) {
 		return nil
 	}
-	e.Refs = append(slices.Clone(e.Refs), ref)
+	e.Refs = append(slices.DeleteFunc(slices.Clone(e.Refs), func(r string) bool { return r == ref }), ref)
 	e.Refs = e.Refs[max(0, len(e.Refs)-maxRefs):]
+	if e.Evidence == nil {
+		e.Evidence = map[string]json.RawMessage{}
+	}
+	maps.DeleteFunc(e.Evidence, func(r string, _ json.RawMessage) bool { return r == ref || !slices.Contains(e.Refs, r) })
+	if evidence != nil {
+		e.Evidence[ref] = evidence
+	}
 	if err := s.dir.Write(d.Encoded(), e); err != nil {
 		return fmt.Errorf("store profile %s: %w", d, err)
 	}
@@ -111,6 +122,18 @@ func (s *Store) Get(ref string) ([]byte, error) {
 		}
 	}
 	return nil, errdefs.NotFound("security profile %s is not present", ref)
+}
+
+// Evidence returns what Add recorded for ref, and whether ref is present.
+func (s *Store) Evidence(ref string) (evidence []byte, present bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, e := range s.entries {
+		if slices.Contains(e.Refs, ref) {
+			return e.Evidence[ref], true
+		}
+	}
+	return nil, false
 }
 
 // Remove deletes a profile. A missing profile is no error.

@@ -21,7 +21,7 @@ func TestStore(t *testing.T) {
 	}
 	s := open()
 	for i := range maxRefs + 1 {
-		if err := s.Add(fmt.Sprint("ref", i), []byte(good)); err != nil {
+		if err := s.Add(fmt.Sprint("ref", i), []byte(good), nil); err != nil {
 			t.Fatal(err)
 		}
 	}
