@@ -281,8 +281,20 @@ type harness struct {
 
 var testConfig = Config{Version: "1.2.3", Settings: func() any { return map[string]int{"max_log_line": 42} }, Sessions: &fakeSessions{}}
 
+func emptyProfiles(t testing.TB) *profile.Store {
+	t.Helper()
+	store, _, err := profile.Open(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return store
+}
+
 // start serves pods and images on a socket in a temporary directory.
 func start(t testing.TB, cfg Config, pods Sandboxes, images Images) *harness {
+	if fake, ok := images.(*fakeImages); ok && fake.profiles == nil {
+		fake.profiles = emptyProfiles(t)
+	}
 	t.Helper()
 	h := &harness{path: filepath.Join(t.TempDir(), "berth.sock"), log: new(testutil.Buffer)}
 	h.server = New(cfg, pods, images, slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug})))

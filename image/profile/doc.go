@@ -7,6 +7,8 @@
 // InvalidArgument, and its text begins with SecurityProfileInvalid, so that the kubelet does not
 // retry the pull.
 //
+// Package pull fetches the artifact, and a confined berth-unpack runs Parse.
+//
 // Store keeps what Parse returned as records, which survive a power cut. A profile keeps its newest
 // 256 references. A forgotten reference must be pulled again.
 package profile
