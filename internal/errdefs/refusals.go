@@ -45,6 +45,9 @@ var refusals = map[string][]codes.Code{
 	"StreamImages": {codes.InvalidArgument},
 	"ImageStatus":  {codes.InvalidArgument},
 	"RemoveImage":  {codes.InvalidArgument},
+
+	"PullSecurityProfile":   {codes.InvalidArgument, codes.NotFound},
+	"RemoveSecurityProfile": {codes.InvalidArgument},
 	"PullImage": {
 		codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition,
 		// Codes of the registry.
