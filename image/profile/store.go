@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
+	"path/filepath"
 	"slices"
 	"sync"
 
@@ -12,6 +13,12 @@ import (
 
 	"berth/checkpoint/record"
 	"berth/internal/errdefs"
+)
+
+const (
+	directory     = "profiles" // in the image store
+	recordKind    = "seccomp-profile"
+	recordVersion = 1
 )
 
 // maxRefs limits the references of one profile. The oldest is forgotten first.
@@ -41,29 +48,45 @@ type Store struct {
 	entries map[digest.Digest]entry
 }
 
-// Open reads the profiles below path. Damaged records are set aside and returned.
-func Open(path string) (*Store, []record.Damaged, error) {
-	dir, err := record.OpenDir(path, "seccomp-profile", 1, record.Power)
+// Open reads the profiles of the image store in root. Damaged records are set aside and returned.
+func Open(root string) (*Store, []record.Damaged, error) {
+	dir, err := record.OpenDir(filepath.Join(root, directory), recordKind, recordVersion, record.Power)
 	if err != nil {
 		return nil, nil, fmt.Errorf("open profiles: %w", err)
 	}
 	entries := map[digest.Digest]entry{}
 	damaged, err := dir.Load(func(name string, _ int, body []byte) error {
-		var e entry
-		if err := json.Unmarshal(body, &e); err != nil {
-			return err
+		e, err := decodeRecord(name, body)
+		if err == nil {
+			entries[digest.NewDigestFromEncoded(digest.SHA256, name)] = e
 		}
-		d := digest.FromBytes(e.Profile)
-		if d.Encoded() != name {
-			return fmt.Errorf("profile has the digest %s", d)
-		}
-		entries[d] = e
-		return nil
+		return err
 	})
 	if err != nil {
 		return nil, nil, fmt.Errorf("load profiles: %w", err)
 	}
 	return &Store{dir: dir, turn: make(chan struct{}, 1), entries: entries}, damaged, nil
+}
+
+// Inspect returns the state of the records below root without changing anything. The store may be
+// open.
+func Inspect(root string) (record.Survey, error) {
+	return record.Inspect(filepath.Join(root, directory), recordKind, recordVersion, func(name string, _ int, body []byte) error {
+		_, err := decodeRecord(name, body)
+		return err
+	})
+}
+
+// decodeRecord reads the record of the profile with the given hash.
+func decodeRecord(hash string, body []byte) (entry, error) {
+	var e entry
+	if err := json.Unmarshal(body, &e); err != nil {
+		return entry{}, err
+	}
+	if d := digest.FromBytes(e.Profile); d.Encoded() != hash {
+		return entry{}, fmt.Errorf("profile has the digest %s", d)
+	}
+	return e, nil
 }
 
 // Add stores a profile that Parse returned, and records that ref resolved to it. evidence is JSON

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"path/filepath"
 	"strings"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -18,15 +17,12 @@ import (
 	"berth/internal/errdefs"
 )
 
-// profilesDir is the directory of security profiles in the image store.
-const profilesDir = "profiles"
-
 // ProfileChecker checks a seccomp profile in a process with the root directory dir, and returns its
 // canonical encoding.
 type ProfileChecker func(ctx context.Context, dir string, data []byte) ([]byte, error)
 
 func openProfiles(root string, log *slog.Logger) (*profile.Store, error) {
-	store, damaged, err := profile.Open(filepath.Join(root, profilesDir))
+	store, damaged, err := profile.Open(root)
 	for _, d := range damaged {
 		log.Error("record of a security profile set aside; the profile must be pulled again", "profile", d.Name,
 			"file", d.Path, "error", d.Err)
