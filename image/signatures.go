@@ -172,6 +172,12 @@ func (s *Store) MayReuse(ctx context.Context, namespace string, ref registry.Ref
 	return s.signatures.mayReuse(ctx, namespace, ref, id)
 }
 
+// MayReuseProfile is MayReuse for a security profile, whose evidence package profile keeps.
+func (s *Store) MayReuseProfile(ctx context.Context, namespace string, ref registry.Reference, kept *trust.Evidence) bool {
+	c := *s.signatures.config.Load()
+	return c.PluginDir == "" && s.signatures.verifier.Use(ctx, c, namespace, ref, kept) == nil
+}
+
 // KeepEvidence records the evidence of an image. If evidence is nil, the image needs none.
 func (s *Store) KeepEvidence(id string, evidence *trust.Evidence) error {
 	return s.signatures.keep(id, evidence)

@@ -329,6 +329,30 @@ func TestContainerPrivileged(t *testing.T) {
 	harness.Equal(t, "options of /sys", c.Exec(t, "sh", "-c", `awk '$2 == "/sys" {print substr($4, 1, 2)}' /proc/mounts`), "rw")
 }
 
+// CRI v0.38: cgroupns_options decides whether a container sees the cgroups of the node.
+func TestContainerCgroupNamespace(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork, harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true }))
+	for _, privileged := range []bool{false, true} {
+		for mode, own := range map[runtimeapi.NamespaceMode]bool{runtimeapi.NamespaceMode_CONTAINER: true, runtimeapi.NamespaceMode_NODE: false} {
+			c := pod.Run(t, harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+				s.Privileged = privileged
+				s.NamespaceOptions = &runtimeapi.NamespaceOption{Network: runtimeapi.NamespaceMode_NODE,
+					Pid: runtimeapi.NamespaceMode_CONTAINER, CgroupnsOptions: &runtimeapi.CgroupNamespace{Mode: mode}}
+			}))
+			name := fmt.Sprintf("%s, privileged %t", mode, privileged)
+			shared, err := os.Readlink("/proc/self/ns/cgroup")
+			harness.Must(t, err)
+			theirs, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/cgroup", c.Pid(t)))
+			harness.Must(t, err)
+			harness.Equal(t, name+": own namespace", theirs != shared, own)
+			harness.Equal(t, name+": sees its path", strings.Contains(c.Exec(t, "cat", "/proc/1/cgroup"), c.Id), !own)
+			modes := c.Exec(t, "sh", "-c", `awk '$3 ~ "^cgroup" {print substr($4, 1, 2)}' /proc/mounts | sort -u`)
+			harness.Equal(t, name+": mode of the cgroup mounts", modes, map[bool]string{false: "ro", true: "rw"}[privileged])
+		}
+	}
+}
+
 func TestContainerMaskedAndReadonlyPaths(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)

@@ -25,6 +25,9 @@ func setNamespaces(in ContainerInput, spec *specs.Spec) error {
 	if err := refuseEscape(in); err != nil {
 		return err
 	}
+	if err := checkCgroupView(in); err != nil {
+		return err
+	}
 	if err := setFirstNamespaces(in.Pod, spec); err != nil {
 		return err
 	}
@@ -55,13 +58,6 @@ func setNamespaces(in ContainerInput, spec *specs.Spec) error {
 		spec.Linux.Namespaces = append(spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.CgroupNamespace})
 	}
 	return nil
-}
-
-// ownCgroupNamespace reports whether the container has a cgroup namespace. As in containerd and
-// CRI-O (KEP-2254), containers see the host's cgroup paths on v1. Privileged containers also see
-// them on v2.
-func (in ContainerInput) ownCgroupNamespace() bool {
-	return in.Host.CgroupV2 && !in.security().GetPrivileged()
 }
 
 // refuseEscape refuses a container that requests a namespace of the node that its pod does not use.

@@ -27,6 +27,10 @@ func paths(spec *specs.Spec) map[string]string {
 	return m
 }
 
+func cgroupns(mode runtimeapi.NamespaceMode) *runtimeapi.CgroupNamespace {
+	return &runtimeapi.CgroupNamespace{Mode: mode}
+}
+
 func TestNamespaces(t *testing.T) {
 	t.Parallel()
 	const net, ipc, uts, pid = "/run/netns/berth-pod1", "/proc/4242/ns/ipc", "/proc/4242/ns/uts", "/proc/4242/ns/pid"
@@ -53,6 +57,14 @@ func TestNamespaces(t *testing.T) {
 			want: m{"network": net, "ipc": ipc, "uts": uts, "pid": ""}},
 		{name: "cgroup v1", ctr: &o{Pid: nsContainer}, change: func(in *ContainerInput) { in.Host.CgroupV2 = false },
 			want: m{"network": net, "ipc": ipc, "uts": uts, "pid": ""}},
+		{name: "own cgroup namespace on v1", ctr: &o{CgroupnsOptions: cgroupns(nsContainer)},
+			change: func(in *ContainerInput) { in.Host.CgroupV2 = false },
+			want:   m{"network": net, "ipc": ipc, "uts": uts, "pid": pid, "cgroup": ""}},
+		{name: "own cgroup namespace of a privileged container", ctr: &o{CgroupnsOptions: cgroupns(nsContainer)},
+			change: func(in *ContainerInput) { in.privilege() },
+			want:   m{"network": net, "ipc": ipc, "uts": uts, "pid": pid, "cgroup": ""}},
+		{name: "node's cgroup namespace", ctr: &o{CgroupnsOptions: cgroupns(nsNode)},
+			want: m{"network": net, "ipc": ipc, "uts": uts, "pid": pid}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			in := testInput()
@@ -80,6 +92,9 @@ func TestNamespacesRefused(t *testing.T) {
 		{&o{Ipc: nsNode}, codes.InvalidArgument, "namespace_options.ipc"},
 		{&o{Pid: nsNode}, codes.InvalidArgument, "namespace_options.pid"},
 		{&o{Pid: nsTarget, TargetId: "ghost"}, codes.InvalidArgument, `"ghost"`},
+		{&o{CgroupnsOptions: cgroupns(nsPod)}, codes.InvalidArgument, "mode POD"},
+		{&o{CgroupnsOptions: cgroupns(nsTarget)}, codes.InvalidArgument, "mode TARGET"},
+		{&o{CgroupnsOptions: cgroupns(9)}, codes.InvalidArgument, "mode 9"},
 		{&o{Pid: 9}, codes.InvalidArgument, "mode 9"},
 		{&o{UsernsOptions: &runtimeapi.UserNamespace{Mode: nsPod}}, codes.InvalidArgument, "userns_options"},
 	} {

@@ -105,6 +105,9 @@ func setSandboxNamespaces(in SandboxInput, spec *specs.Spec) error {
 }
 
 func checkSandboxModes(o *runtimeapi.NamespaceOption) error {
+	if o.GetCgroupnsOptions() != nil {
+		return errdefs.InvalidArgument("namespace_options.cgroupns_options: not valid for a pod, only for a container")
+	}
 	for _, ns := range []struct {
 		name string
 		mode runtimeapi.NamespaceMode

@@ -19,6 +19,7 @@ import (
 
 	"berth/image"
 	"berth/image/lazy"
+	"berth/image/profile"
 	"berth/image/pull"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
@@ -205,6 +206,7 @@ type fakeImages struct {
 	images   []*image.Image
 	removed  []string
 	auth     *runtimeapi.AuthConfig
+	profiles *profile.Store
 	err      error // returned by every method that may fail
 	progress []pull.Progress
 	lazy     *lazy.Status // of all images
@@ -226,6 +228,12 @@ func (f *fakeImages) Get(ref string) (*image.Image, error) {
 	}
 	return nil, errdefs.NotFound("image %q does not exist", ref)
 }
+
+func (f *fakeImages) PullProfile(context.Context, string, string, *runtimeapi.AuthConfig) (bool, error) {
+	return false, f.err
+}
+
+func (f *fakeImages) Profiles() *profile.Store { return f.profiles }
 
 func (f *fakeImages) Driver() rootfs.Kind { return rootfs.Directory }
 
@@ -273,8 +281,20 @@ type harness struct {
 
 var testConfig = Config{Version: "1.2.3", Settings: func() any { return map[string]int{"max_log_line": 42} }, Sessions: &fakeSessions{}}
 
+func emptyProfiles(t testing.TB) *profile.Store {
+	t.Helper()
+	store, _, err := profile.Open(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return store
+}
+
 // start serves pods and images on a socket in a temporary directory.
 func start(t testing.TB, cfg Config, pods Sandboxes, images Images) *harness {
+	if fake, ok := images.(*fakeImages); ok && fake.profiles == nil {
+		fake.profiles = emptyProfiles(t)
+	}
 	t.Helper()
 	h := &harness{path: filepath.Join(t.TempDir(), "berth.sock"), log: new(testutil.Buffer)}
 	h.server = New(cfg, pods, images, slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug})))

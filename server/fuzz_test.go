@@ -91,7 +91,7 @@ func FuzzRPC(f *testing.F) {
 		pods := &fakePods{}
 		config, err := json.Marshal(ocispec.Image{Author: string(data)})
 		testutil.Must(t, err)
-		images := &fakeImages{images: []*image.Image{{ID: idA, RepoTags: []string{"x"}, Raw: config}}}
+		images := &fakeImages{profiles: emptyProfiles(t), images: []*image.Image{{ID: idA, RepoTags: []string{"x"}, Raw: config}}}
 		rpcs := allRPCs(pods, images)
 		r := rpcs[int(which)%len(rpcs)]
 		err = r.call(func(m any) error {

@@ -23,6 +23,7 @@ func (s *runtimeService) runtimeHandlers() []*runtimeapi.RuntimeHandler {
 		all = append(all, &runtimeapi.RuntimeHandler{Name: h.Name, Features: &runtimeapi.RuntimeHandlerFeatures{
 			RecursiveReadOnlyMounts: h.RecursiveReadOnly,
 			UserNamespaces:          h.UserNamespaces,
+			CgroupNamespaces:        h.CgroupNamespaces,
 		}})
 	}
 	return all

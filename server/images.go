@@ -6,11 +6,13 @@ import (
 	"strings"
 	"time"
 
+	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/image"
 	"berth/image/lazy"
+	"berth/image/profile"
 	"berth/image/registry"
 	"berth/internal/diskusage"
 	"berth/internal/errdefs"
@@ -94,6 +96,48 @@ func (s *imageService) PullImage(ctx context.Context,
 		return nil, err
 	}
 	return &runtimeapi.PullImageResponse{ImageRef: img.ID}, nil
+}
+
+// PullSecurityProfile implements ImageService. Kinds other than seccomp are refused for good.
+func (s *imageService) PullSecurityProfile(ctx context.Context,
+	req *runtimeapi.PullSecurityProfileRequest) (*runtimeapi.PullSecurityProfileResponse, error) {
+	if kind := req.GetProfileKind(); kind != runtimeapi.SecurityProfileKind_Seccomp {
+		return nil, profile.Invalid("profile_kind %d is not supported", kind)
+	}
+	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
+		return nil, profile.Invalid("%v", err)
+	}
+	if err := s.checkHandler(req.GetImage().GetRuntimeHandler()); err != nil {
+		return nil, err
+	}
+	namespace := req.GetSandboxConfig().GetMetadata().GetNamespace()
+	cached, err := s.images.PullProfile(ctx, namespace, req.GetImage().GetImage(), req.GetAuth())
+	if err != nil {
+		return nil, err
+	}
+	return &runtimeapi.PullSecurityProfileResponse{Cached: cached}, nil
+}
+
+// ListSecurityProfiles implements ImageService.
+func (s *imageService) ListSecurityProfiles(context.Context,
+	*runtimeapi.ListSecurityProfilesRequest) (*runtimeapi.ListSecurityProfilesResponse, error) {
+	resp := &runtimeapi.ListSecurityProfilesResponse{}
+	for _, p := range s.images.Profiles().List() {
+		resp.Profiles = append(resp.Profiles, &runtimeapi.SecurityProfileInfo{Digest: p.Digest, Refs: p.Refs, Size: p.Size})
+	}
+	return resp, nil
+}
+
+// RemoveSecurityProfile implements ImageService. A missing profile is no error.
+func (s *imageService) RemoveSecurityProfile(_ context.Context,
+	req *runtimeapi.RemoveSecurityProfileRequest) (*runtimeapi.RemoveSecurityProfileResponse, error) {
+	if err := need(field{"digest", req.GetDigest() != ""}); err != nil {
+		return nil, err
+	}
+	if err := s.images.Profiles().Remove(digest.Digest(req.GetDigest())); err != nil {
+		return nil, err
+	}
+	return &runtimeapi.RemoveSecurityProfileResponse{}, nil
 }
 
 // RemoveImage implements ImageService.

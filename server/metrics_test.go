@@ -123,8 +123,12 @@ func TestMetricValues(t *testing.T) {
 	list, err := h.runtime.ListPodSandboxMetrics(t.Context(), &runtimeapi.ListPodSandboxMetricsRequest{})
 	testutil.Must(t, err)
 	const ofContainer, ofPod, ofNetwork = "[c1 /cgroup/c1 busybox:1 c1 ns a", "[ /cgroup/p1  p1 ns a", "[POD /cgroup/p1  p1 ns a"
-	got := map[string]uint64{}
+	got, fractions := map[string]uint64{}, map[string]float64{}
 	for _, m := range slices.Concat(list.PodMetrics[0].Metrics, list.PodMetrics[0].ContainerMetrics[0].Metrics) {
+		if inSeconds := strings.HasSuffix(m.Name, "_seconds_total"); inSeconds != (m.DoubleValue != nil) {
+			t.Errorf("%s has the double value %v", m.Name, m.DoubleValue)
+		}
+		fractions[m.Name] = m.DoubleValue.GetValue()
 		labels := fmt.Sprint(m.LabelValues)
 		own, found := strings.CutPrefix(labels, ofContainer)
 		if !found {
@@ -168,6 +172,12 @@ func TestMetricValues(t *testing.T) {
 	} {
 		if v, ok := got[name]; !ok || v != want {
 			t.Errorf("%s is %d (%v), want %d", name, v, ok, want)
+		}
+	}
+	for name, want := range map[string]float64{"container_cpu_usage_seconds_total": 61.5, "container_cpu_user_seconds_total": 62,
+		"container_cpu_cfs_throttled_seconds_total": 66, "container_pressure_cpu_waiting_seconds_total": 7.000000001} {
+		if fractions[name] != want {
+			t.Errorf("the double value of %s is %v, want %v", name, fractions[name], want)
 		}
 	}
 }

@@ -31,6 +31,7 @@ import (
 	"berth/cni"
 	"berth/image"
 	"berth/image/lazy"
+	"berth/image/profile"
 	"berth/image/pull"
 	"berth/internal/lograte"
 	"berth/internal/rootfs"
@@ -101,8 +102,11 @@ type Images interface {
 	Usage(ctx context.Context) (image.Usage, error)
 	Progress() []pull.Progress
 	LazyStatus(img *image.Image) *lazy.Status // nil: the image is complete
-	Fetched(img *image.Image) string          // "": the image is complete
-	Driver() rootfs.Kind                      // the form of new layers
+	// PullProfile and Profiles: see pull.Puller.
+	PullProfile(ctx context.Context, namespace, ref string, auth *runtimeapi.AuthConfig) (cached bool, err error)
+	Profiles() *profile.Store
+	Fetched(img *image.Image) string // "": the image is complete
+	Driver() rootfs.Kind             // the form of new layers
 	admin.Store
 }
 

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -223,6 +224,42 @@ func TestExecInEndedContainer(t *testing.T) {
 	c.wait()
 	if _, err := e.Exec(e.ctx, &proto.Exec{ID: c.ID, ExecID: "1", Process: testProcess("true")}); errdefs.Code(err) != codes.FailedPrecondition {
 		t.Errorf("Exec = %v, want FailedPrecondition", err)
+	}
+}
+
+// The kernel kills an exec's process before the container's init becomes a zombie, so an exec that
+// cannot start may find an init that still looks alive. The many processes delay init's end.
+func TestExecWhileContainerEnds(t *testing.T) {
+	e := newEnv(t)
+	for round := range 8 {
+		c := e.run("ends"+itoa(round), "for i in $(seq 100); do sleep 1000 & done; echo up; exec sleep 1000")
+		c.until("all children run", func() bool { return strings.Contains(c.output("stdout"), "up") })
+		var execs sync.WaitGroup
+		var started atomic.Int32
+		for i := range 6 {
+			execs.Go(func() {
+				for n := 0; ; n++ {
+					x, err := e.Exec(e.ctx, &proto.Exec{ID: c.ID, ExecID: itoa(i) + "-" + itoa(n), Process: testProcess("true")})
+					if err != nil {
+						if errdefs.Code(err) != codes.FailedPrecondition {
+							t.Errorf("round %d: Exec = %v (%v), want FailedPrecondition", round, err, errdefs.Code(err))
+						}
+						return
+					}
+					started.Add(1)
+					_, _ = x.Wait(e.ctx) // the end of the container kills it
+					_ = x.Close()
+				}
+			})
+		}
+		c.until("execs run", func() bool { return started.Load() > 6 })
+		if round%2 == 0 {
+			testutil.Must(t, unix.Kill(c.InitPID, unix.SIGKILL))
+		} else {
+			testutil.Must(t, c.group().Kill(e.ctx))
+		}
+		execs.Wait()
+		c.wait()
 	}
 }
 

@@ -2,6 +2,7 @@ package pull
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"sync"
 	"sync/atomic"
@@ -14,6 +15,7 @@ import (
 	"berth/image/layer"
 	"berth/image/lazy"
 	"berth/image/peers"
+	"berth/image/profile"
 	"berth/image/registry"
 	"berth/image/unpack"
 	"berth/image/unpack/budget"
@@ -29,6 +31,7 @@ type Config struct {
 	Unpack               layer.Unpacker     // unpacks blobs into files
 	Limits               unpack.Limits      // of one layer; a zero field has its value in unpack.DefaultLimits
 	Reserve              layer.Reserve      // disk space that layers leave free; zero: none
+	Profile              ProfileChecker     // checks security profiles; nil: they cannot be pulled
 	Pack                 layer.Packer       // packs blobs into EROFS layers
 	Probe                func(string) error // reports whether EROFS layers in a directory can be mounted; nil: erofs.Probe
 	MergeMemory          int64              // bytes for merging EROFS layers, of all images together; 0: erofs.MaxMemory
@@ -59,6 +62,7 @@ type Puller struct {
 	lazy   *lazy.Layers
 	client *registry.Client
 
+	profiles *profile.Store
 	flights  *flights
 	budget   *budget.Budget
 	governor *governor.Governor
@@ -99,6 +103,9 @@ func Open(ctx context.Context, cfg Config, log *slog.Logger) (_ *Puller, err err
 		Driver: cfg.Driver, PartialTTL: cfg.PartialTTL, Waits: cfg.Waits}, log)
 	if err != nil {
 		return nil, err
+	}
+	if p.profiles, err = openProfiles(cfg.Root, log); err != nil {
+		return nil, errors.Join(err, p.store.Close())
 	}
 	p.closeOnce = sync.OnceValue(p.close)
 	undo.Release()

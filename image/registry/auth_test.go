@@ -169,7 +169,7 @@ func TestDockerConfigFile(t *testing.T) {
 
 func TestDockerConfigFaultsNameTheField(t *testing.T) {
 	for content, want := range map[string]string{
-		`{"auths": {"x": {"auth": 4711}}}`:     `field "auths.auth" is not valid: string expected, not number`,
+		`{"auths": {"x": {"auth": 4711}}}`:     `field "auths.x.auth" is not valid: string expected, not number`,
 		`{"auths": ["hunter2"]}`:               `field "auths" is not valid: object expected, not array`,
 		`{"credHelpers": {"x": {"a":"4711"}}}`: "is not valid: string expected, not object",
 		`"hunter2"`:                            "the document is not valid: object expected, not string",

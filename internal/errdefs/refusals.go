@@ -45,11 +45,11 @@ var refusals = map[string][]codes.Code{
 	"StreamImages": {codes.InvalidArgument},
 	"ImageStatus":  {codes.InvalidArgument},
 	"RemoveImage":  {codes.InvalidArgument},
-	"PullImage": {
-		codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition,
-		// Codes of the registry.
-		codes.Unauthenticated, codes.PermissionDenied, codes.ResourceExhausted,
-	},
+
+	"PullImage":           pullRefusals,
+	"PullSecurityProfile": pullRefusals,
+
+	"RemoveSecurityProfile": {codes.InvalidArgument},
 
 	"CheckpointContainer": {
 		codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition,
@@ -63,6 +63,12 @@ var refusals = map[string][]codes.Code{
 		codes.InvalidArgument, codes.NotFound, codes.AlreadyExists, codes.FailedPrecondition,
 		codes.ResourceExhausted, // the limits of berth-unpack
 	},
+}
+
+// pullRefusals are the codes of pulls. The last three are the registry's.
+var pullRefusals = []codes.Code{
+	codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition,
+	codes.Unauthenticated, codes.PermissionDenied, codes.ResourceExhausted,
 }
 
 // unavailable is the prefix of errors that kubelet recognizes (images.ErrRegistryUnavailable), but

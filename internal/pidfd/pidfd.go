@@ -285,22 +285,43 @@ func Executed(pid int) (executed, runnable bool, err error) {
 	return executed, runnable, nil
 }
 
-// forkNoExec is PF_FORKNOEXEC: the process was forked and has not executed a program. The column F
-// of ps shows this flag.
-const forkNoExec = 0x40
-
-// parseExecuted reads fields 3 and 9.
-func parseExecuted(stat []byte) (executed, runnable bool, err error) {
-	const state, flags = 3 - 3, 9 - 3
-	fields := fieldsAfterName(stat)
-	if len(fields) <= flags {
-		return false, false, fmt.Errorf("malformed stat line %q", stat)
-	}
-	set, err := strconv.ParseUint(string(fields[flags]), 10, 32)
+// Exiting reports whether a process has begun to exit or has exited. Its descriptors, mounts and
+// namespaces may be gone although it is no zombie yet. The error wraps os.ErrProcessDone if no such
+// process exists.
+func Exiting(pid int) (bool, error) {
+	stat, err := readStat(pid)
 	if err != nil {
-		return false, false, err
+		return false, fmt.Errorf("read flags of %d: %w", pid, err)
 	}
-	return set&forkNoExec == 0, bytes.ContainsAny(fields[state], "RD"), nil
+	_, set, err := parseFlags(stat)
+	if err != nil {
+		return false, fmt.Errorf("read flags of %d: %w", pid, err)
+	}
+	return set&exiting != 0, nil
+}
+
+const (
+	// exiting is PF_EXITING. Zombies have it, too.
+	exiting = 0x4
+	// forkNoExec is PF_FORKNOEXEC: the process was forked and has not executed a program. The column
+	// F of ps shows this flag.
+	forkNoExec = 0x40
+)
+
+func parseExecuted(stat []byte) (executed, runnable bool, err error) {
+	state, set, err := parseFlags(stat)
+	return err == nil && set&forkNoExec == 0, err == nil && bytes.ContainsAny(state, "RD"), err
+}
+
+// parseFlags reads fields 3 and 9.
+func parseFlags(stat []byte) (state []byte, set uint64, err error) {
+	const afterName = 9 - 3
+	fields := fieldsAfterName(stat)
+	if len(fields) <= afterName {
+		return nil, 0, fmt.Errorf("malformed stat line %q", stat)
+	}
+	set, err = strconv.ParseUint(string(fields[afterName]), 10, 32)
+	return fields[0], set, err
 }
 
 // readStat returns the content of /proc/PID/stat.

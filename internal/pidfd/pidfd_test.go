@@ -166,6 +166,23 @@ func TestExecuted(t *testing.T) {
 	}
 }
 
+func TestExiting(t *testing.T) {
+	if exiting, err := Exiting(os.Getpid()); exiting || err != nil {
+		t.Errorf("this program: %v, %v", exiting, err)
+	}
+	cmd := exec.Command("true")
+	testutil.Must(t, cmd.Start())
+	var info unix.Siginfo
+	testutil.Must(t, unix.Waitid(unix.P_PID, cmd.Process.Pid, &info, unix.WEXITED|unix.WNOWAIT, nil))
+	if exiting, err := Exiting(cmd.Process.Pid); !exiting || err != nil {
+		t.Errorf("a zombie: %v, %v", exiting, err)
+	}
+	testutil.Must(t, cmd.Wait())
+	if _, err := Exiting(cmd.Process.Pid); !errors.Is(err, os.ErrProcessDone) {
+		t.Errorf("a gone process: %v", err)
+	}
+}
+
 func TestStopped(t *testing.T) {
 	cmd, f := start(t, "sleep", "1000")
 	is := func(want bool) {

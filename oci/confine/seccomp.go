@@ -41,13 +41,15 @@ type Profile struct {
 	ref  string // Localhost: a path (seccomp) or a name (AppArmor)
 	set  bool   // false: no request
 	bad  string // an invalid value of the deprecated field, or ""
+	oci  bool   // it names a pulled profile or its base, which containers cannot use yet (KEP-6061)
 }
 
 // NewProfile reads a profile field or its deprecated predecessor, a string. If both are missing,
 // the request is Unconfined.
 func NewProfile(p *runtimeapi.SecurityProfile, deprecated string) Profile {
 	if p != nil {
-		return Profile{kind: p.GetProfileType(), ref: strings.TrimPrefix(p.GetLocalhostRef(), localhostPrefix), set: true}
+		return Profile{kind: p.GetProfileType(), ref: strings.TrimPrefix(p.GetLocalhostRef(), localhostPrefix), set: true,
+			oci: p.GetOciRef() != "" || p.GetBaseProfile() != nil}
 	}
 	switch deprecated {
 	case "":
@@ -64,6 +66,9 @@ func NewProfile(p *runtimeapi.SecurityProfile, deprecated string) Profile {
 }
 
 func (r Profile) check(field string) error {
+	if r.oci || r.kind == runtimeapi.SecurityProfile_OCI {
+		return errdefs.InvalidArgument("%s: profile_type OCI, oci_ref and base_profile are not supported", field)
+	}
 	switch r.kind {
 	case runtimeapi.SecurityProfile_RuntimeDefault, runtimeapi.SecurityProfile_Unconfined:
 		if r.ref != "" {

@@ -6,6 +6,11 @@ import (
 	"testing"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/internal/host"
 )
 
 // aSpec returns the parts of a spec that profiles' conditions use.
@@ -33,6 +38,21 @@ func TestSeccompProfilesRefused(t *testing.T) {
 				t.Errorf("%s: got %v, want %q", body, err, want)
 			}
 		})
+	}
+}
+
+func TestPulledProfilesRefused(t *testing.T) {
+	for name, p := range map[string]*runtimeapi.SecurityProfile{
+		"type":         {ProfileType: runtimeapi.SecurityProfile_OCI},
+		"reference":    {OciRef: "r.example/p@sha256:" + strings.Repeat("a", 64)},
+		"base profile": {BaseProfile: &runtimeapi.SecurityProfileBase{}},
+	} {
+		for _, privileged := range []bool{false, true} {
+			err := SetSeccomp(NewProfile(p, ""), SeccompDefaults{}, privileged, host.Facts{}, nil, aSpec())
+			if errdefs.Code(err) != codes.InvalidArgument {
+				t.Errorf("%s, privileged %t: %v", name, privileged, err)
+			}
+		}
 	}
 }
 

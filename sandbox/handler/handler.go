@@ -49,6 +49,7 @@ type Info struct {
 
 	RecursiveReadOnly bool `json:"recursiveReadOnly"`
 	UserNamespaces    bool `json:"userNamespaces"`
+	CgroupNamespaces  bool `json:"cgroupNamespaces"`
 }
 
 // Handler is one configured runtime handler.
@@ -155,6 +156,7 @@ func (s *Set) info(name string) Info {
 	info := Info{Name: name, Path: h.config.Path}
 	if h.config.Path == "" {
 		info.RecursiveReadOnly, info.UserNamespaces = s.options.Host.RecursiveReadOnly, s.options.Host.UserNamespaces
+		info.CgroupNamespaces = true
 		return info
 	}
 	found := h.found.Load()
@@ -167,6 +169,7 @@ func (s *Set) info(name string) Info {
 		info.Runtime = &found.can
 		info.RecursiveReadOnly = s.options.Host.RecursiveReadOnly && found.can.RecursiveReadOnly
 		info.UserNamespaces = s.options.Host.UserNamespaces && found.can.UserNamespaces
+		info.CgroupNamespaces = found.can.CgroupNamespaces
 	}
 	return info
 }
@@ -201,6 +204,7 @@ type Runtime struct {
 	ociruntime.Runtime
 	RecursiveReadOnly bool `json:"recursiveReadOnly,omitempty"`
 	IDMappedMounts    bool `json:"idMappedMounts,omitempty"`
+	CgroupNamespaces  bool `json:"cgroupNamespaces,omitempty"` // false in records of berth 0.2
 	// Annotations has the names in Config.Annotations.
 	Annotations []string `json:"annotations,omitempty"`
 }
@@ -239,7 +243,8 @@ func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userN
 		Runtime: ociruntime.Runtime{Path: h.config.Path, Args: h.config.Args, Root: root,
 			SystemdCgroup: systemdCgroup, Sandboxed: can.Sandboxed, SubCgroups: can.SubCgroups,
 			Version: can.Version},
-		RecursiveReadOnly: can.RecursiveReadOnly, IDMappedMounts: can.UserNamespaces, Annotations: h.config.Annotations,
+		RecursiveReadOnly: can.RecursiveReadOnly, IDMappedMounts: can.UserNamespaces, CgroupNamespaces: can.CgroupNamespaces,
+		Annotations: h.config.Annotations,
 	}, nil
 }
 

@@ -9,6 +9,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/internal/errdefs"
 	"berth/internal/host"
 	"berth/internal/nri"
 	"berth/oci"
@@ -57,6 +58,10 @@ func (k Launcher) pauseSpec(
 func (k Launcher) containerSpec(
 	ctx context.Context, p *state.Pod, c *state.Container, volumes map[int]string, targetPIDNS string,
 ) (*specs.Spec, error) {
+	options := c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions()
+	if r := p.Runtime; r != nil && !r.CgroupNamespaces && options.GetCgroupnsOptions() != nil {
+		return nil, errdefs.FailedPrecondition("cgroupns_options: %s does not report support for cgroup namespaces", r.Path)
+	}
 	facts := k.facts(ctx, p)
 	if facts.CgroupV2 && p.Config.GetLinux().GetSecurityContext().GetPrivileged() {
 		var err error

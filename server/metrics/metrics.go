@@ -1,7 +1,7 @@
 // Package metrics computes the metrics that kubelet offers Prometheus at /metrics/cadvisor if it
 // uses the runtime's metrics instead of cAdvisor's (KEP-2371). Names, labels, types and meanings
-// are cAdvisor's, so dashboards need no change. CRI's values are whole numbers, so seconds lose
-// their fraction.
+// are cAdvisor's, so dashboards need no change. Seconds have their fraction only in CRI's
+// double_value, which kubelets before 1.38 do not read.
 //
 // # Contract
 //
@@ -48,6 +48,7 @@ type metric struct {
 	name, help string
 	kind       runtimeapi.MetricType
 	labels     []string                  // besides baseLabels
+	seconds    bool                      // values emits nanoseconds, and clients get seconds
 	counted    func(*measured) time.Time // time of a background measurement; nil: now
 	values     func(m *measured, emit emit)
 }
@@ -68,23 +69,25 @@ var metrics = slices.Concat(
 
 var cpuMetrics = []metric{
 	{name: "container_cpu_usage_seconds_total", help: "Cumulative cpu time consumed in seconds.", kind: counter,
-		labels: []string{"cpu"},
+		labels: []string{"cpu"}, seconds: true,
 		values: func(m *measured, emit emit) {
 			if m.usage != nil && m.usage.CPU.Known {
-				emit(seconds64(m.usage.CPU.Usage), "total")
+				emit(m.usage.CPU.Usage, "total")
 			}
 		}},
 	{name: "container_cpu_user_seconds_total", help: "Cumulative user cpu time consumed in seconds.", kind: counter,
-		values: ofTimes(func(c *cgstats.CPU) uint64 { return c.User })},
+		seconds: true,
+		values:  ofTimes(func(c *cgstats.CPU) uint64 { return c.User })},
 	{name: "container_cpu_system_seconds_total", help: "Cumulative system cpu time consumed in seconds.", kind: counter,
-		values: ofTimes(func(c *cgstats.CPU) uint64 { return c.System })},
+		seconds: true,
+		values:  ofTimes(func(c *cgstats.CPU) uint64 { return c.System })},
 	{name: "container_cpu_cfs_periods_total", help: "Number of elapsed enforcement period intervals.", kind: counter,
 		values: ofQuota(func(c *cgstats.CPU) uint64 { return c.Periods })},
 	{name: "container_cpu_cfs_throttled_periods_total", help: "Number of throttled period intervals.", kind: counter,
 		values: ofQuota(func(c *cgstats.CPU) uint64 { return c.ThrottledPeriods })},
 	{name: "container_cpu_cfs_throttled_seconds_total", help: "Total time duration the container has been throttled.",
-		kind:   counter,
-		values: ofQuota(func(c *cgstats.CPU) uint64 { return seconds64(c.Throttled) })},
+		kind: counter, seconds: true,
+		values: ofQuota(func(c *cgstats.CPU) uint64 { return c.Throttled })},
 }
 
 var memoryMetrics = []metric{
@@ -256,33 +259,37 @@ var specMetrics = []metric{
 var pressureMetrics = []metric{
 	{name: "container_pressure_cpu_stalled_seconds_total",
 		help: "Total time duration no tasks in the container could make progress due to CPU congestion.", kind: counter,
+		seconds: true,
 		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.CPU.Pressure, &u.CPU.Pressure.Full
 		})},
 	{name: "container_pressure_cpu_waiting_seconds_total",
 		help: "Total time duration tasks in the container have waited due to CPU congestion.", kind: counter,
+		seconds: true,
 		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.CPU.Pressure, &u.CPU.Pressure.Some
 		})},
 	{name: "container_pressure_memory_stalled_seconds_total",
 		help: "Total time duration no tasks in the container could make progress due to memory congestion.", kind: counter,
+		seconds: true,
 		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.Memory.Pressure, &u.Memory.Pressure.Full
 		})},
 	{name: "container_pressure_memory_waiting_seconds_total",
 		help: "Total time duration tasks in the container have waited due to memory congestion.", kind: counter,
+		seconds: true,
 		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.Memory.Pressure, &u.Memory.Pressure.Some
 		})},
 	{name: "container_pressure_io_stalled_seconds_total",
 		help: "Total time duration no tasks in the container could make progress due to IO congestion.", kind: counter,
-		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Full })},
+		seconds: true,
+		values:  ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Full })},
 	{name: "container_pressure_io_waiting_seconds_total",
 		help: "Total time duration tasks in the container have waited due to IO congestion.", kind: counter,
-		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Some })},
+		seconds: true,
+		values:  ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Some })},
 }
-
-func seconds64(nanoseconds uint64) uint64 { return nanoseconds / uint64(time.Second) }
 
 // limit returns a limit in cAdvisor's form, in which 0 means no limit.
 func limit(v uint64) uint64 {
@@ -335,9 +342,9 @@ func ofTimes(value func(*cgstats.CPU) uint64) func(*measured, emit) {
 	return func(m *measured, emit emit) {
 		switch {
 		case m.detail != nil && m.detail.CPU.TimesKnown:
-			emit(seconds64(value(&m.detail.CPU)))
+			emit(value(&m.detail.CPU))
 		case m.usage != nil && m.usage.CPU.TimesKnown:
-			emit(seconds64(value(&m.usage.CPU)))
+			emit(value(&m.usage.CPU))
 		}
 	}
 }
@@ -415,7 +422,7 @@ func ofPressure(of func(*stats.Usage) (*cgstats.Pressure, *cgstats.Stall)) func(
 			return
 		}
 		if p, stall := of(m.usage); p.Known {
-			emit(seconds64(stall.Total))
+			emit(stall.Total)
 		}
 	}
 }
@@ -463,6 +470,10 @@ func take(labels []string, m *measured) []*runtimeapi.Metric {
 		one.values(m, func(v uint64, own ...string) {
 			taken := &runtimeapi.Metric{Name: one.name, MetricType: one.kind, LabelValues: slices.Concat(labels, own),
 				Value: &runtimeapi.UInt64Value{Value: v}}
+			if one.seconds {
+				taken.Value.Value = v / uint64(time.Second)
+				taken.DoubleValue = &runtimeapi.DoubleValue{Value: float64(v) / float64(time.Second)}
+			}
 			if one.counted != nil {
 				taken.Timestamp = one.counted(m).UnixNano()
 			}

@@ -171,10 +171,7 @@ func (e *libcontainerExec) start() (pid int, err error) {
 		return 0, err
 	}
 	if err := e.run(); err != nil {
-		if endErr := e.checkRunning(); endErr != nil { // the better explanation
-			return 0, endErr
-		}
-		return 0, err
+		return 0, explainByEnd(err, e.checkRunning)
 	}
 	if pid, err = e.process.Pid(); err != nil {
 		return 0, err
@@ -225,8 +222,16 @@ func (e *libcontainerExec) ownPipes() error {
 	return e.io.theirs.pipes().chown(uid, gid)
 }
 
-// checkRunning checks whether the container's init still runs.
+// checkRunning checks whether the container's init still runs. For libcontainer it runs until it is
+// a zombie, but the kernel kills the other processes of its PID namespace before.
 func (e *libcontainerExec) checkRunning() error {
+	exiting, err := pidfd.Exiting(e.initPID)
+	if exiting || errors.Is(err, os.ErrProcessDone) {
+		return proto.Errorf(proto.FailedPrecondition, "it is not running")
+	}
+	if err != nil {
+		return err
+	}
 	status, err := e.container.Status()
 	if err != nil {
 		return fmt.Errorf("read its state: %w", err)
@@ -235,6 +240,23 @@ func (e *libcontainerExec) checkRunning() error {
 		return proto.Errorf(proto.FailedPrecondition, "it is not running")
 	}
 	return nil
+}
+
+// endTime is how long an exec that could not start waits for its container's end, in case it was
+// killed with the container.
+const endTime = time.Second
+
+// explainByEnd returns the error of checkRunning if the container ends, because it explains best why
+// an exec could not start. A kill of the whole container may reach the exec before init.
+func explainByEnd(err error, checkRunning func() error) error {
+	for deadline := time.Now().Add(endTime); ; time.Sleep(time.Millisecond) {
+		if endErr := checkRunning(); endErr != nil {
+			return endErr
+		}
+		if toReply(err).Code != proto.Internal || time.Now().After(deadline) {
+			return err
+		}
+	}
 }
 
 // setIO sets the process's streams: the request's files or a terminal, otherwise a null device.

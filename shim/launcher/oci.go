@@ -422,16 +422,30 @@ func (e *ociExec) ownPipes(bundle ociruntime.Bundle) error {
 
 // explain adds the command to err. It returns FailedPrecondition if the container has ended.
 func (e *ociExec) explain(err error) error {
-	if data, readErr := os.ReadFile(filepath.Join(e.Dir, proto.ShimFile)); readErr == nil {
-		if s, decodeErr := proto.DecodePIDs(data); decodeErr == nil && s.InitPID != 0 {
-			init, openErr := pidfd.OpenVerified(s.InitPID, s.InitStartTime)
-			if openErr == nil {
-				_ = init.Close()
-				return nameCommand(e.Process, err)
-			}
+	return explainByEnd(nameCommand(e.Process, err), func() error {
+		if e.initRuns() {
+			return nil
 		}
+		return proto.Errorf(proto.FailedPrecondition, "it is not running: %v", err)
+	})
+}
+
+func (e *ociExec) initRuns() bool {
+	data, err := os.ReadFile(filepath.Join(e.Dir, proto.ShimFile))
+	if err != nil {
+		return false
 	}
-	return proto.Errorf(proto.FailedPrecondition, "it is not running: %v", err)
+	s, err := proto.DecodePIDs(data)
+	if err != nil || s.InitPID == 0 {
+		return false
+	}
+	init, err := pidfd.OpenVerified(s.InitPID, s.InitStartTime)
+	if err != nil {
+		return false
+	}
+	exiting, err := pidfd.Exiting(s.InitPID)
+	_ = init.Close()
+	return err == nil && !exiting
 }
 
 // makeCgroup creates the exec's own cgroup. If the runtime can start the process in this cgroup,

@@ -21,6 +21,7 @@ type loaded struct {
 	info      fs.FileInfo // of the file when it was read
 	container *libcontainer.Container
 	config    configs.Config
+	initPID   int
 	cgroups   map[string]string // directories by v1 controller; "" is v2
 }
 
@@ -50,7 +51,8 @@ func (l *launcher) load(root, id string) (*loaded, error) {
 	if err != nil {
 		return nil, err
 	}
-	l.last = &loaded{file: file, info: info, container: container, config: container.Config(), cgroups: state.CgroupPaths}
+	l.last = &loaded{file: file, info: info, container: container, config: container.Config(),
+		initPID: state.InitProcessPid, cgroups: state.CgroupPaths}
 	return l.last, nil
 }
 

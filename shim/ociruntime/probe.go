@@ -22,6 +22,7 @@ type Capabilities struct {
 
 	RecursiveReadOnly bool `json:"recursiveReadOnly"` // the mount option rro
 	UserNamespaces    bool `json:"userNamespaces"`    // user namespaces and ID-mapped mounts, which pods with one need
+	CgroupNamespaces  bool `json:"cgroupNamespaces"`
 }
 
 // Probe detects a runtime's capabilities. The error wraps fs.ErrNotExist or fs.ErrPermission if
@@ -58,9 +59,11 @@ func (c *Capabilities) parse(document []byte) error {
 	}
 	c.Features = true
 	c.RecursiveReadOnly = slices.Contains(f.MountOptions, "rro")
-	if l := f.Linux; l != nil && l.MountExtensions != nil && l.MountExtensions.IDMap != nil {
+	l := f.Linux
+	// A sandbox has its own namespaces, so the runtime's features do not apply.
+	c.CgroupNamespaces = l != nil && slices.Contains(l.Namespaces, "cgroup") && !c.Sandboxed
+	if l != nil && l.MountExtensions != nil && l.MountExtensions.IDMap != nil {
 		idmap := l.MountExtensions.IDMap.Enabled
-		// A sandbox has its own namespaces, so the runtime's other features do not apply.
 		c.UserNamespaces = idmap != nil && *idmap && slices.Contains(l.Namespaces, "user") && !c.Sandboxed
 	}
 	return nil

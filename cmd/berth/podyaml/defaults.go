@@ -38,7 +38,7 @@ func setContainerDefaults(c *corev1.Container, hostNetwork bool) {
 		if c.Resources.Requests == nil {
 			c.Resources.Requests = corev1.ResourceList{}
 		}
-		c.Resources.Requests[name] = limit.DeepCopy()
+		c.Resources.Requests[name] = limit
 	}
 }
 

@@ -472,6 +472,7 @@ func imageConfig(cfg *config.Config, u *process.Program, budget memory.Budget, w
 		Root:        filepath.Join(cfg.Root, "images"),
 		Unpack:      u.Unpack,
 		Pack:        u.Pack,
+		Profile:     u.CheckProfile,
 		MergeMemory: budget.MergeMemory(),
 		WorkMemory:  budget.WorkMemory(),
 		Driver:      cfg.LayerDriver,

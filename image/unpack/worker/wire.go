@@ -19,7 +19,7 @@ import (
 )
 
 // Version changes with every change of the arguments and messages.
-const Version = "9"
+const Version = "10"
 
 // Kinds of messages. A message is a frame (package frame). Names come first. The last message is an
 // error or the summary.

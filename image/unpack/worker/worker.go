@@ -1,5 +1,5 @@
 // Package worker is the program berth-unpack, which unpacks one layer and ends, or decompresses
-// spans of one blob (SpanArgs).
+// spans of one blob (SpanArgs), or checks one seccomp profile (ProfileArgs).
 //
 // # Contract
 //
@@ -50,6 +50,7 @@ const (
 	toPack   = "pack"
 
 	toInflate = "inflate"
+	toCheck   = "check-profile"
 )
 
 const (
@@ -166,6 +167,9 @@ func MemoryFor(job unpack.Job, pack bool) int64 {
 func run(args []string, tree *os.File) error {
 	if len(args) > 0 && args[0] == toInflate {
 		return runSpans(args, tree)
+	}
+	if len(args) > 0 && args[0] == toCheck {
+		return runProfile(args, tree)
 	}
 	job, pack, err := parse(args)
 	if err != nil {

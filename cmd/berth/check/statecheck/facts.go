@@ -20,6 +20,7 @@ import (
 	"berth/cni"
 	"berth/image"
 	"berth/image/layer"
+	"berth/image/profile"
 	"berth/sandbox/state"
 )
 
@@ -153,9 +154,13 @@ func (f *facts) readRecords() error {
 	if err != nil {
 		return err
 	}
+	profiles, err := profile.Inspect(f.imageRoot())
+	if err != nil {
+		return err
+	}
 	f.partial = *partial
 	f.pods, f.containers, f.images = records.Pods, records.Containers, images
-	f.surveys = append(records.Surveys, survey, f.partial.Records)
+	f.surveys = append(records.Surveys, survey, f.partial.Records, profiles)
 	return nil
 }
 

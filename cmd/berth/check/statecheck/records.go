@@ -38,7 +38,7 @@ var (
 		"checkpoint.key", // signs checkpoints
 	}
 	inState  = []string{"c", "cni", "libcontainer", "nri", "oci", "pods", "lock", "identity", "run-id", "debug.sock"}
-	inImages = []string{"records", "signatures", "layers", "joins", "tmp", "trash", "empty-directory", "erofs",
+	inImages = []string{"records", "signatures", "layers", "joins", "tmp", "trash", "empty-directory", "erofs", "profiles",
 		"partial", // of failed pulls: see comparePartial
 		"bans",    // of builds before 0.3.0; nothing reads them
 		"indexes"} // of blobs, see compareIndexes

@@ -1,0 +1,47 @@
+package process
+
+import (
+	"context"
+	"fmt"
+	"os"
+
+	"berth/image/profile"
+	"berth/image/unpack/worker"
+	"berth/internal/errdefs"
+)
+
+// CheckProfile checks a seccomp profile in a separate process, and returns its canonical encoding.
+// dir becomes the root directory of the process. A refused profile is InvalidArgument with the
+// prefix SecurityProfileInvalid. The error is Unavailable if the process gave no answer in time.
+func (p *Program) CheckProfile(ctx context.Context, dir string, data []byte) ([]byte, error) {
+	root, err := os.Open(dir)
+	if err != nil {
+		return nil, errdefs.Internal("start berth-unpack: %w", err)
+	}
+	defer root.Close() // read only
+	w, err := p.start(root, true, worker.ProfileArgs(), nil)
+	if err != nil {
+		return nil, errdefs.Internal("start berth-unpack: %w", err)
+	}
+	defer w.End()
+	ctx, cancel := context.WithTimeout(ctx, p.stall)
+	defer cancel()
+	defer context.AfterFunc(ctx, w.Kill)()
+	_, err = w.In.Write(data)
+	if err == nil {
+		err = w.In.Close()
+	}
+	var answer worker.ProfileAnswer
+	if err == nil {
+		answer, err = worker.ReadProfile(w.Out)
+	}
+	switch {
+	case ctx.Err() != nil:
+		return nil, fmt.Errorf("check profile: %w", context.Cause(ctx))
+	case err != nil:
+		return nil, errdefs.Unavailable("check profile: berth-unpack: %w", err)
+	case answer.Reason != "":
+		return nil, profile.Refused(answer.Reason)
+	}
+	return answer.Profile, nil
+}
