@@ -3,6 +3,7 @@ package integration
 import (
 	"encoding/xml"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -57,6 +58,7 @@ var smokeSpecs = []string{
 // TestConformanceSmoke runs specs of Kubernetes' conformance suite on two nodes.
 func TestConformanceSmoke(t *testing.T) {
 	c := newConformanceCluster(t)
+	defer c.remove(t)
 	focus := make([]string, len(smokeSpecs))
 	for i, spec := range smokeSpecs {
 		focus[i] = regexp.QuoteMeta(spec)
@@ -75,6 +77,7 @@ func TestConformance(t *testing.T) {
 		t.Skipf("takes hours: export %s=3h, or contrib/test -conformance", conformanceEnv)
 	}
 	c := newConformanceCluster(t)
+	defer c.remove(t)
 	t.Run("Parallel", func(t *testing.T) {
 		c.runSpecs(t, "--procs=3", `--focus=\[Conformance\]`, `--skip=\[Serial\]`, "--timeout="+limit)
 	})
@@ -119,6 +122,20 @@ func (c *kubeadmCluster) create(t *testing.T) {
 		}
 	}
 	t.Fatal("the page has no kubeadm upgrade")
+}
+
+// remove runs the page's commands that remove both nodes.
+func (c *kubeadmCluster) remove(t *testing.T) {
+	t.Helper()
+	for _, b := range harness.Get(pages.Read(checkoutDir))(t)["kubeadm.md"] {
+		switch {
+		case !strings.Contains(b.Text, "kubeadm reset"):
+		case b.RunsIn(pages.Kubeadm):
+			c.run(t, c.first, b)
+		case b.RunsIn(pages.KubeadmNode):
+			c.run(t, c.second, b)
+		}
+	}
 }
 
 // routePods makes the pods of each node reachable from the other, as the network of a cloud does.
@@ -172,6 +189,13 @@ func (c *kubeadmCluster) startDNS(t *testing.T, kubeconfig string) {
 `, dnsPort, kubeletAddress, kubeconfig), 0o600))
 	p := startProgram(t, "coredns", m.dir+"/coredns.log", kubernetesProgram(t, "coredns"), "-conf", corefile)
 	t.Cleanup(func() { p.finish(t) })
+	p.waitFor(t, "it accepts connections", func() error {
+		conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", net.JoinHostPort(kubeletAddress, dnsPort))
+		if err == nil {
+			err = conn.Close()
+		}
+		return err
+	})
 	manifest := m.page.dir + "/dns.yaml"
 	harness.Must(t, os.WriteFile(manifest, fmt.Appendf(nil, `apiVersion: v1
 kind: Service
@@ -201,12 +225,15 @@ func (c *kubeadmCluster) pushTestImages(t *testing.T) {
 		t.Skipf("%s is not set: export %[1]s=$(integration/conformance/rootfs)", rootfsEnv)
 	}
 	base := harness.Get(fixture.NewLayer(harness.Get(os.ReadFile(archive))(t), fixture.Gzip))(t)
+	// kubeadm's images have a pause that ends at once.
+	pause := v1.Config{Entrypoint: []string{"/agnhost", "pause"}}
 	agnhost := string(harness.Get(os.ReadFile(kubernetesProgram(t, "agnhost")))(t))
 	for name, image := range map[string]struct {
 		config v1.Config
 		files  fixture.Tree
 	}{
 		"e2e-test-images/agnhost:2.66.1":          {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, fixture.Tree{fixture.File("agnhost", 0o755, agnhost)}},
+		"pause:3.10.2":                            {pause, fixture.Tree{fixture.File("agnhost", 0o755, agnhost)}},
 		"e2e-test-images/busybox:1.37.0-2":        {v1.Config{Cmd: []string{"sh"}}, nil},
 		"e2e-test-images/perl:5.26":               {v1.Config{Cmd: []string{"perl"}}, nil},
 		"e2e-test-images/nginx:1.27.0-2":          {webServer, nginxFiles},

@@ -283,6 +283,7 @@ cgroupRoot: %s
 failSwapOn: false
 oomScoreAdj: 0
 maxOpenFiles: 20000
+imageGCHighThresholdPercent: 100
 evictionHard: {memory.available: 1Mi, nodefs.available: 1Mi, imagefs.available: 1Mi, pid.available: "10"}
 `, k.cgroup()))
 }
