@@ -173,7 +173,8 @@ func (s *Store) MayReuse(ctx context.Context, namespace string, ref registry.Ref
 }
 
 // MayReuseProfile is MayReuse for a security profile, whose evidence package profile keeps.
-func (s *Store) MayReuseProfile(ctx context.Context, namespace string, ref registry.Reference, kept *trust.Evidence) bool {
+func (s *Store) MayReuseProfile(ctx context.Context, namespace string, ref registry.Reference,
+	kept *trust.Evidence) bool {
 	c := *s.signatures.config.Load()
 	return c.PluginDir == "" && s.signatures.verifier.Use(ctx, c, namespace, ref, kept) == nil
 }

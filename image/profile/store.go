@@ -71,10 +71,11 @@ func Open(root string) (*Store, []record.Damaged, error) {
 // Inspect returns the state of the records below root without changing anything. The store may be
 // open.
 func Inspect(root string) (record.Survey, error) {
-	return record.Inspect(filepath.Join(root, directory), recordKind, recordVersion, func(name string, _ int, body []byte) error {
+	check := func(name string, _ int, body []byte) error {
 		_, err := decodeRecord(name, body)
 		return err
-	})
+	}
+	return record.Inspect(filepath.Join(root, directory), recordKind, recordVersion, check)
 }
 
 // decodeRecord reads the record of the profile with the given hash.
