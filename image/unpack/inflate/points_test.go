@@ -245,7 +245,8 @@ func TestPointsOfGzip(t *testing.T) {
 					t.Fatal("the tar is another")
 				}
 				checkPoints(t, blob, tar, kind, points)
-				if strings.HasPrefix(program, "[gzip") || strings.HasPrefix(program, "Go") || program == "flushed" {
+				// Points are where blocks begin. Go 1.27 writes long blocks for data that repeats.
+				if strings.HasPrefix(program, "[gzip") || program == "flushed" {
 					checkDistances(t, tar, points, content)
 				}
 			})
@@ -420,7 +421,7 @@ func TestDroppedPoints(t *testing.T) {
 // TestDamagedSpan checks that damage is an error or other bytes, and never a crash of the fallback.
 func TestDamagedSpan(t *testing.T) {
 	needISAL(t)
-	data := inflatetest.Sample(1 << 20)
+	data := mixed(1 << 20)
 	blob := gzipped(t, data)
 	_, kind, points, err := readPoints(t, bytes.NewReader(blob), 256<<10, testSpan)
 	if err != nil {
