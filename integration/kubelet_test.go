@@ -70,8 +70,8 @@ func TestKubeletFeatureGates(t *testing.T) {
 }
 
 // runtimeGates returns kubelet's feature gates that change its calls to the runtime. With
-// SecurityProfileOCI, the API of v1.38.0-beta.0 accepts such profiles, but kubelet does not pull them
-// yet. The other new gates of 1.38 do not reach the CRI.
+// SecurityProfileOCI, the API of v1.38.0-beta.0 accepts such profiles, but kubelet does not pull
+// them yet. The other new gates of 1.38 do not reach the CRI.
 func runtimeGates(t *testing.T) []string {
 	t.Helper()
 	gates := []string{

@@ -46,6 +46,11 @@ func (p *Puller) PullProfile(ctx context.Context, namespace, name string,
 	case ref.Digest == "" || !strings.HasPrefix(name, ref.Domain+"/"):
 		return false, profile.Invalid("reference %q is not canonical with a digest", errdefs.Clip(name))
 	}
+	track, err := p.pulls.start(name)
+	if err != nil {
+		return false, fmt.Errorf("pull %s: %w", name, err)
+	}
+	defer p.pulls.end(track)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(p.ctx, cancel)()

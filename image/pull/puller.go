@@ -2,7 +2,6 @@ package pull
 
 import (
 	"context"
-	"errors"
 	"log/slog"
 	"sync"
 	"sync/atomic"
@@ -104,8 +103,9 @@ func Open(ctx context.Context, cfg Config, log *slog.Logger) (_ *Puller, err err
 	if err != nil {
 		return nil, err
 	}
+	undo.Add("close images", p.store.Close)
 	if p.profiles, err = openProfiles(cfg.Root, log); err != nil {
-		return nil, errors.Join(err, p.store.Close())
+		return nil, err
 	}
 	p.closeOnce = sync.OnceValue(p.close)
 	undo.Release()

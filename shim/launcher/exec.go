@@ -246,8 +246,8 @@ func (e *libcontainerExec) checkRunning() error {
 // killed with the container.
 const endTime = time.Second
 
-// explainByEnd returns the error of checkRunning if the container ends, because it explains best why
-// an exec could not start. A kill of the whole container may reach the exec before init.
+// explainByEnd returns the error of checkRunning if the container ends, because it explains best
+// why an exec could not start. A kill of the whole container may reach the exec before init.
 func explainByEnd(err error, checkRunning func() error) error {
 	for deadline := time.Now().Add(endTime); ; time.Sleep(time.Millisecond) {
 		if endErr := checkRunning(); endErr != nil {

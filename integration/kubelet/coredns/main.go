@@ -1,5 +1,5 @@
-// Program coredns is CoreDNS with the plugins that a cluster needs. Others, for example those of cloud
-// providers, would double the time of the build.
+// Program coredns is CoreDNS with the plugins that a cluster needs. Others, for example those of
+// cloud providers, would double the time of the build.
 package main
 
 import (

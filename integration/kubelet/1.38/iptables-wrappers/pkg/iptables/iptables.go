@@ -1,7 +1,7 @@
-// Package iptables replaces sigs.k8s.io/iptables-wrappers/pkg/iptables in the build of kubelet 1.38,
-// because the Go module proxy does not serve that module. It declares what kubelet uses of its API.
-// It reports a host without iptables. There kubelet adds none of its iptables rules, which only other
-// components use.
+// Package iptables replaces sigs.k8s.io/iptables-wrappers/pkg/iptables in the build of kubelet
+// 1.38, because the Go module proxy does not serve that module. It declares what kubelet uses of
+// its API. It reports a host without iptables. There kubelet adds none of its iptables rules, which
+// only other components use.
 package iptables
 
 import (
