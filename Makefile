@@ -1,6 +1,9 @@
 # Each target calls a script in contrib or a plain go command. Scripts that run as root install missing
 # packages. `make help` lists the targets.
 
+# Go older than go.mod requires takes this toolchain, as in contrib/lib.sh.
+export GOTOOLCHAIN ?= go1.27.3
+
 PKG ?= ./...
 RUN ?= .
 MINUTES ?= 1
