@@ -15,8 +15,11 @@ import (
 	"github.com/google/nftables"
 	"golang.org/x/sys/unix"
 
+	"berth/cmd/config"
+	"berth/cmd/node"
 	"berth/cni/berthnet/rules"
 	"berth/integration/machine"
+	"berth/internal/cgroup"
 )
 
 // LosePower kills the daemon and its pods' processes. It removes everything that a reboot removes:
@@ -27,6 +30,7 @@ func (d *Daemon) LosePower(t *testing.T) {
 		d.Kill(t)
 	}
 	d.KillAll(t)
+	d.losePlugins(t)
 	d.LoseState(t)
 	unpinNetworks(t)
 	d.LoseNetwork(t)
@@ -34,6 +38,21 @@ func (d *Daemon) LosePower(t *testing.T) {
 		if out, err := exec.Command("iptables", "-t", "nat", flag).CombinedOutput(); err != nil {
 			t.Fatalf("iptables %s: %v: %s", flag, err, out)
 		}
+	}
+}
+
+// losePlugins kills the CNI plugins that still run and removes their cgroups, which the notes in the
+// state directory name. LosePower can come while a plugin runs that has done all of its work.
+func (d *Daemon) losePlugins(t *testing.T) {
+	t.Helper()
+	dir := node.CNIRunDir(&config.Config{State: d.State})
+	for _, name := range machine.ReadDir(dir) {
+		group, _, _ := strings.Cut(string(Get(os.ReadFile(filepath.Join(dir, name)))(t)), "\n")
+		if !strings.HasPrefix(filepath.Base(group), "berth-cni-") {
+			continue // the daemon was killed while it wrote the note, before it made the cgroup
+		}
+		Must(t, cgroup.KillChild(group, Patience))
+		Eventually(t, "the cgroup of a CNI plugin is removed", func() error { return cgroup.RemoveChild(group) })
 	}
 }
 
