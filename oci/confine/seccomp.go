@@ -15,6 +15,7 @@ import (
 	"fmt"
 	"io/fs"
 	"path"
+	"slices"
 	"strings"
 
 	"github.com/moby/profiles/seccomp"
@@ -41,7 +42,9 @@ type Profile struct {
 	ref  string // Localhost: a path (seccomp) or a name (AppArmor)
 	set  bool   // false: no request
 	bad  string // an invalid value of the deprecated field, or ""
-	oci  bool   // it names a pulled profile or its base, which containers cannot use yet (KEP-6061)
+
+	pulled string                          // OCI: the reference of a pulled profile (KEP-6061)
+	base   *runtimeapi.SecurityProfileBase // OCI: nil means RuntimeDefault
 }
 
 // NewProfile reads a profile field or its deprecated predecessor, a string. If both are missing,
@@ -49,7 +52,7 @@ type Profile struct {
 func NewProfile(p *runtimeapi.SecurityProfile, deprecated string) Profile {
 	if p != nil {
 		return Profile{kind: p.GetProfileType(), ref: strings.TrimPrefix(p.GetLocalhostRef(), localhostPrefix), set: true,
-			oci: p.GetOciRef() != "" || p.GetBaseProfile() != nil}
+			pulled: p.GetOciRef(), base: p.GetBaseProfile()}
 	}
 	switch deprecated {
 	case "":
@@ -66,10 +69,12 @@ func NewProfile(p *runtimeapi.SecurityProfile, deprecated string) Profile {
 }
 
 func (r Profile) check(field string) error {
-	if r.oci || r.kind == runtimeapi.SecurityProfile_OCI {
-		return errdefs.InvalidArgument("%s: profile_type OCI, oci_ref and base_profile are not supported", field)
+	if r.kind != runtimeapi.SecurityProfile_OCI && (r.pulled != "" || r.base != nil) {
+		return errdefs.InvalidArgument("%s: oci_ref and base_profile need profile_type OCI", field)
 	}
 	switch r.kind {
+	case runtimeapi.SecurityProfile_OCI:
+		return r.checkOCI(field)
 	case runtimeapi.SecurityProfile_RuntimeDefault, runtimeapi.SecurityProfile_Unconfined:
 		if r.ref != "" {
 			return errdefs.InvalidArgument("%s: localhost_ref %q needs profile_type Localhost", field, r.ref)
@@ -87,11 +92,36 @@ func (r Profile) check(field string) error {
 	return nil
 }
 
-// SeccompDefaults are the node's choices for requests that do not name a profile.
+func (r Profile) checkOCI(field string) error {
+	path := r.base.GetLocalhostRef()
+	switch t := r.base.GetType(); {
+	case field != seccompField:
+		return errdefs.InvalidArgument("%s: profile_type OCI is for seccomp only", field)
+	case r.pulled == "":
+		return errdefs.InvalidArgument("%s: profile_type OCI needs oci_ref", field)
+	case r.ref != "":
+		return errdefs.InvalidArgument("%s: localhost_ref %q needs profile_type Localhost", field, r.ref)
+	case t == runtimeapi.SecurityProfileBase_RuntimeDefault && path != "":
+		return errdefs.InvalidArgument("%s: localhost_ref %q of base_profile needs type Localhost", field, path)
+	case t == runtimeapi.SecurityProfileBase_Localhost && path == "":
+		return errdefs.InvalidArgument("%s: type Localhost of base_profile needs localhost_ref", field)
+	case t != runtimeapi.SecurityProfileBase_RuntimeDefault && t != runtimeapi.SecurityProfileBase_Localhost:
+		return errdefs.InvalidArgument("%s: unknown type %d of base_profile", field, t)
+	}
+	return nil
+}
+
+// SeccompDefaults are the node's choices for requests that do not name a profile, and the profiles
+// that the node has pulled.
 type SeccompDefaults struct {
 	File  string // profile of RuntimeDefault; empty: the built-in profile
 	Unset bool   // RuntimeDefault also applies if there is no request
+	// Pulled returns the JSON of a pulled profile, or NotFound. It is nil if the pod's runtime cannot
+	// use such profiles.
+	Pulled func(ref string) ([]byte, error)
 }
+
+const seccompField = "seccomp"
 
 // SetSeccomp sets the requested filter. If there is no request, it sets no filter, as the CRI
 // specifies, unless the node has another default. The built-in profile depends on the capabilities
@@ -99,7 +129,7 @@ type SeccompDefaults struct {
 func SetSeccomp(
 	r Profile, defaults SeccompDefaults, privileged bool, facts host.Facts, files Files, spec *specs.Spec,
 ) (err error) {
-	if err := r.check("seccomp"); err != nil {
+	if err := r.check(seccompField); err != nil {
 		return err
 	}
 	if !r.set && defaults.Unset {
@@ -111,18 +141,69 @@ func SetSeccomp(
 	if !facts.Seccomp {
 		return errdefs.FailedPrecondition("seccomp: profile %s requested, but the kernel has no seccomp filters", r.kind)
 	}
-	if r.kind == runtimeapi.SecurityProfile_RuntimeDefault {
-		if defaults.File != "" {
-			spec.Linux.Seccomp, err = nodeProfile(defaults.File, files, spec)
-			return err
-		}
-		if spec.Linux.Seccomp, err = seccomp.GetDefaultProfile(spec); err != nil {
-			return errdefs.Internal("seccomp: default profile: %w", err)
-		}
-		return nil
+	switch r.kind {
+	case runtimeapi.SecurityProfile_OCI:
+		spec.Linux.Seccomp, err = pulledProfile(r, defaults, files, spec)
+	case runtimeapi.SecurityProfile_Localhost:
+		spec.Linux.Seccomp, err = localhostProfile(r.ref, files, spec)
+	default:
+		spec.Linux.Seccomp, err = defaultProfile(defaults, files, spec)
 	}
-	spec.Linux.Seccomp, err = localhostProfile(r.ref, files, spec)
 	return err
+}
+
+func defaultProfile(defaults SeccompDefaults, files Files, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
+	if defaults.File != "" {
+		return nodeProfile(defaults.File, files, spec)
+	}
+	profile, err := seccomp.GetDefaultProfile(spec)
+	if err != nil {
+		return nil, errdefs.Internal("seccomp: default profile: %w", err)
+	}
+	return profile, nil
+}
+
+// pulledProfile returns a pulled profile with its base. The runtime-spec has only one profile, so
+// the JSON of the base is in ListenerMetadata, which has no other meaning without a listener. The
+// launcher makes one filter of both (bpfcache). No other program knows this form.
+func pulledProfile(r Profile, defaults SeccompDefaults, files Files, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
+	if defaults.Pulled == nil {
+		return nil, errdefs.FailedPrecondition("seccomp: the runtime of the pod does not support profile_type OCI")
+	}
+	body, err := defaults.Pulled(r.pulled)
+	if err != nil {
+		return nil, fmt.Errorf("seccomp: %w", err)
+	}
+	profile := new(specs.LinuxSeccomp)
+	if err := json.Unmarshal(body, profile); err != nil {
+		return nil, errdefs.Internal("seccomp: profile %s: %w", r.pulled, err)
+	}
+	base, err := baseProfile(r.base, defaults, files, spec)
+	if err != nil {
+		return nil, err
+	}
+	encoded, err := json.Marshal(base)
+	profile.ListenerMetadata = string(encoded)
+	return profile, err
+}
+
+func baseProfile(b *runtimeapi.SecurityProfileBase, defaults SeccompDefaults, files Files, spec *specs.Spec) (
+	*specs.LinuxSeccomp, error,
+) {
+	if b.GetType() == runtimeapi.SecurityProfileBase_RuntimeDefault {
+		return defaultProfile(defaults, files, spec)
+	}
+	path := strings.TrimPrefix(b.GetLocalhostRef(), localhostPrefix)
+	base, err := localhostProfile(path, files, spec)
+	if err == nil && hasListener(base) {
+		return nil, errdefs.InvalidArgument("seccomp: base profile %s has a listener", path)
+	}
+	return base, err
+}
+
+func hasListener(p *specs.LinuxSeccomp) bool {
+	return p.ListenerPath != "" || p.DefaultAction == specs.ActNotify ||
+		slices.ContainsFunc(p.Syscalls, func(c specs.LinuxSyscall) bool { return c.Action == specs.ActNotify })
 }
 
 func localhostProfile(ref string, files Files, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
@@ -181,6 +262,9 @@ func parseProfile(body []byte, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
 	}
 	if profile == nil {
 		return nil, errors.New("it has neither defaultAction nor syscalls")
+	}
+	if profile.ListenerPath == "" {
+		profile.ListenerMetadata = "" // see pulledProfile
 	}
 	return profile, checkProfile(profile)
 }

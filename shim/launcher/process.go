@@ -18,6 +18,9 @@ import (
 // passFilter adds the container's seccomp filter to a process that is about to start.
 func (l *launcher) passFilter(p *libcontainer.Process, config *configs.Config) error {
 	err := l.filters.Pass(p, config)
+	if errors.Is(err, bpfcache.ErrNoJoint) {
+		return proto.Errorf(proto.FailedPrecondition, "%v", err)
+	}
 	if denied := (*bpfcache.Denied)(nil); errors.As(err, &denied) || errors.Is(err, bpfcache.ErrArgument) {
 		return proto.Errorf(proto.InvalidArgument, "%v", err)
 	}

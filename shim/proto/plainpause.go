@@ -136,7 +136,7 @@ func allowsPause(profile *specs.LinuxSeccomp) bool {
 	if profile == nil {
 		return true
 	}
-	if profile.ListenerPath != "" {
+	if profile.ListenerPath != "" || profile.ListenerMetadata != "" { // without a path it is a base profile
 		return false
 	}
 	for _, name := range PauseSyscalls {

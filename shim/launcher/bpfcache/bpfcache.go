@@ -23,6 +23,10 @@
 // without its filter. A command cannot bring its own filter, because Pass refuses arguments with a
 // NUL byte. For profiles with a listener, and for containers with startContainer hooks,
 // libcontainer itself installs the filter, and the hooks run with it.
+//
+// A pulled profile has a base profile (KEP-6061). Then the filter is one program that permits a
+// call only if both profiles permit it (join). libcontainer knows only one profile, so Pass fails
+// where libcontainer would install the filter itself.
 package bpfcache
 
 import (
@@ -61,29 +65,37 @@ func (e *Denied) Error() string {
 // does not compile, init reports why. The error is *Denied if the profile does not allow execve. It
 // is ErrArgument if the command looks like a command with a filter.
 func (t *Table) Pass(p *libcontainer.Process, config *configs.Config) error {
+	passed, err := t.pass(p, config)
+	if err == nil && !passed && hasBase(config.Seccomp) { // libcontainer would leave out the base
+		return fmt.Errorf("%w: one of them does not compile, or a startContainer hook is set", ErrNoJoint)
+	}
+	return err
+}
+
+func (t *Table) pass(p *libcontainer.Process, config *configs.Config) (passed bool, err error) {
 	switch {
 	case slices.ContainsFunc(p.Args, func(arg string) bool { return strings.IndexByte(arg, 0) >= 0 }):
-		return ErrArgument
+		return false, ErrArgument
 	case config.Seccomp == nil, hasListener(config.Seccomp):
-		return nil
+		return false, nil
 	case p.Init && len(config.Hooks[configs.StartContainer]) > 0:
-		return nil
+		return false, nil
 	}
 	if p.Capabilities == nil {
 		p.Capabilities = config.Capabilities // libcontainer's rule
 	}
 	if p.Capabilities == nil { // Init cannot know the privileges of the command
-		return nil
+		return false, nil
 	}
 	f, err := t.filterOf(config.Seccomp)
 	if err != nil || f == nil {
-		return err
+		return false, err
 	}
 	if !f.allows(unix.SYS_EXECVE) {
-		return &Denied{"execve"}
+		return false, &Denied{"execve"}
 	}
 	p.Args = append(slices.Clip(p.Args), carrierPrefix+base64.StdEncoding.EncodeToString(f.encode()))
-	return nil
+	return true, nil
 }
 
 // hasListener returns whether another process decides about system calls of the profile.
@@ -113,11 +125,31 @@ func (t *Table) filterOf(profile *configs.Seccomp) (*filter, error) {
 	if f, err := decode(encoded); err == nil {
 		return f, nil
 	}
-	f, err := compile(profile)
+	f, err := compileWithBase(profile)
 	if err != nil || f == nil {
 		return nil, err
 	}
 	return f, t.add(key, f.encode())
+}
+
+// compileWithBase is compile for a profile with or without a base.
+func compileWithBase(profile *configs.Seccomp) (*filter, error) {
+	if !hasBase(profile) {
+		return compile(profile)
+	}
+	base, err := baseOf(profile)
+	if err != nil {
+		return nil, err
+	}
+	first, err := compile(base)
+	if err != nil || first == nil {
+		return nil, err
+	}
+	second, err := compile(profile)
+	if err != nil || second == nil {
+		return nil, err
+	}
+	return join(first, second)
 }
 
 // filter is a BPF program in the kernel's form.
@@ -187,29 +219,53 @@ func (f *filter) allows(call uint32) bool {
 	if !known {
 		return true
 	}
+	value, err := f.run(arch, call, [6]uint64{})
+	if err != nil {
+		return true
+	}
+	action := value & unix.SECCOMP_RET_ACTION_FULL
+	return action == unix.SECCOMP_RET_ALLOW || action == unix.SECCOMP_RET_LOG
+}
+
+// run returns what the program returns for a call.
+func (f *filter) run(arch, call uint32, args [6]uint64) (value uint32, err error) {
 	var program []bpf.Instruction
-	for at := 0; at < len(f.program); at += instructionSize {
-		raw := bpf.RawInstruction{
-			Op: binary.NativeEndian.Uint16(f.program[at:]),
-			Jt: f.program[at+2], Jf: f.program[at+3],
-			K: binary.NativeEndian.Uint32(f.program[at+4:]),
-		}
-		program = append(program, raw.Disassemble())
+	for _, i := range f.raw() {
+		program = append(program, i.Disassemble())
 	}
 	vm, err := bpf.NewVM(program)
 	if err != nil {
-		return true
+		return 0, err
 	}
 	// The virtual machine reads words of packets, which are big-endian.
 	data := binary.BigEndian.AppendUint32(nil, call)
 	data = binary.BigEndian.AppendUint32(data, arch)
-	data = append(data, make([]byte, 56)...) // instruction pointer, arguments
-	verdict, err := vm.Run(data)
-	if err != nil {
-		return true
+	data = append(data, make([]byte, 8)...) // instruction pointer
+	for _, arg := range args {
+		data = binary.BigEndian.AppendUint32(data, uint32(arg)) // the machine is little-endian
+		data = binary.BigEndian.AppendUint32(data, uint32(arg>>32))
 	}
-	action := uint32(verdict) & unix.SECCOMP_RET_ACTION_FULL
-	return action == unix.SECCOMP_RET_ALLOW || action == unix.SECCOMP_RET_LOG
+	result, err := vm.Run(data)
+	return uint32(result), err
+}
+
+// raw returns the instructions of the program.
+func (f *filter) raw() (program []bpf.RawInstruction) {
+	for i := range slices.Chunk(f.program, instructionSize) {
+		program = append(program, bpf.RawInstruction{
+			Op: binary.NativeEndian.Uint16(i), Jt: i[2], Jf: i[3], K: binary.NativeEndian.Uint32(i[4:])})
+	}
+	return program
+}
+
+// assemble is the inverse of raw.
+func assemble(program []bpf.RawInstruction) (raw []byte) {
+	for _, i := range program {
+		raw = binary.NativeEndian.AppendUint16(raw, i.Op)
+		raw = append(raw, i.Jt, i.Jf)
+		raw = binary.NativeEndian.AppendUint32(raw, i.K)
+	}
+	return raw
 }
 
 // flagsOf returns the flags of seccomp(2) for a profile that has no listener. TSYNC would have no
@@ -246,6 +302,7 @@ func profileKey(p *configs.Seccomp) (k key) {
 	}
 	text := func(s string) { number(uint64(len(s))); b = append(b, s...) }
 
+	text(p.ListenerMetadata) // the base
 	number(uint64(p.DefaultAction))
 	optional(p.DefaultErrnoRet)
 	number(uint64(len(p.Architectures)))

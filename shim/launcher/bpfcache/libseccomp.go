@@ -11,7 +11,6 @@ package bpfcache
 import "C"
 
 import (
-	"encoding/binary"
 	"fmt"
 	"slices"
 
@@ -37,12 +36,7 @@ func patchOf(profile *configs.Seccomp) (encoded []byte, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("patch of a seccomp filter: %w", err)
 	}
-	for _, i := range raw {
-		encoded = binary.NativeEndian.AppendUint16(encoded, i.Op)
-		encoded = append(encoded, i.Jt, i.Jf)
-		encoded = binary.NativeEndian.AppendUint32(encoded, i.K)
-	}
-	return encoded, nil
+	return assemble(raw), nil
 }
 
 // compile makes the filter as libcontainer does, but does not install it. If libcontainer fails, it
