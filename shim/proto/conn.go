@@ -30,7 +30,7 @@ const (
 type Conn struct {
 	unix *net.UnixConn
 
-	in    []byte     // received and not yet decoded; used only by Receive
+	in    []byte     // received bytes of one message; used only by Receive
 	files []*os.File // that came with it
 
 	sendTimeout time.Duration // the constant, except in tests
@@ -111,20 +111,20 @@ func rights(fds []int) []byte {
 // Receive may be called again.
 func (c *Conn) Receive(message any) ([]*os.File, error) {
 	for {
-		body, err := c.next()
+		body, missing, err := c.next()
 		if err != nil {
 			return nil, fmt.Errorf("receive %T: %w", message, err)
 		}
-		if body != nil {
+		if missing == 0 {
 			files := c.files
 			c.files = nil
 			if err := json.Unmarshal(body, message); err != nil {
 				return nil, errors.Join(fmt.Errorf("decode %T: %w", message, err), closeAll(files))
 			}
-			c.in = c.in[headerSize+len(body):]
+			c.in = nil
 			return files, nil
 		}
-		if err := c.read(); err != nil {
+		if err := c.read(missing); err != nil {
 			if errors.Is(err, io.EOF) && len(c.in) == 0 {
 				return nil, io.EOF
 			}
@@ -133,25 +133,23 @@ func (c *Conn) Receive(message any) ([]*os.File, error) {
 	}
 }
 
-// next returns the body of the first received message, or nil if it is incomplete.
-func (c *Conn) next() ([]byte, error) {
+// next returns the body of the message, or the number of bytes that are missing of it, or of its
+// length.
+func (c *Conn) next() (body []byte, missing int, err error) {
 	if len(c.in) < headerSize {
-		return nil, nil
+		return nil, headerSize - len(c.in), nil
 	}
 	size := binary.BigEndian.Uint32(c.in)
 	if size > maxMessage {
-		return nil, fmt.Errorf("message of %d bytes is too long", size)
+		return nil, 0, fmt.Errorf("message of %d bytes is too long", size)
 	}
-	if len(c.in) < headerSize+int(size) {
-		return nil, nil
-	}
-	return c.in[headerSize : headerSize+size], nil
+	return c.in[headerSize:], headerSize + int(size) - len(c.in), nil
 }
 
-// read receives some bytes. The kernel never merges bytes that came with files and later bytes with
-// other files into one read, and both sides take turns. So the files belong to the current message.
-func (c *Conn) read() error {
-	buf := make([]byte, 64<<10)
+// read receives at most that many bytes, so no byte of the next message. The kernel gives the files
+// of a message to the read of its first byte, which may begin with bytes of the message before.
+func (c *Conn) read(missing int) error {
+	buf := make([]byte, min(missing, 64<<10))
 	oob := make([]byte, unix.CmsgSpace(maxFDs*4))
 	n, oobn, flags, _, err := c.unix.ReadMsgUnix(buf, oob)
 	if oobn > 0 {
