@@ -115,6 +115,7 @@ type Config struct {
 	Version        string // runtime_version, semver
 	SystemdCgroup  bool   // the cgroup driver is systemd, otherwise cgroupfs
 	UserNamespaces bool   // pods can have user namespaces, even with the host's network
+	PulledSeccomp  bool   // pods of the built-in runtime can use pulled seccomp profiles
 
 	// Settings returns the present configuration for verbose Status. It encodes as JSON.
 	Settings func() any

@@ -41,7 +41,7 @@ func (k Launcher) pauseSpec(
 		SystemdCgroup: k.Node.SystemdCgroup,
 		User:          user,
 		Image:         image,
-		Seccomp:       k.Node.Defaults.Seccomp,
+		Seccomp:       k.defaults(p).Seccomp,
 		CPUs:          cpus,
 	})
 	if err != nil {
@@ -83,7 +83,7 @@ func (k Launcher) containerSpec(
 		Files:           host.Files{},
 		ImageVolumes:    volumes,
 		DeviceOwnership: k.Node.OwnDevices,
-		Defaults:        k.Node.Defaults,
+		Defaults:        k.defaults(p),
 		Volumes:         c.Anonymous,
 		VolumesDir:      k.Node.Volumes(c.ID),
 	})
@@ -117,6 +117,16 @@ func raiseOOMScore(p *specs.Process, facts host.Facts) {
 		score := max(*p.OOMScoreAdj, facts.OOMScoreAdjMin)
 		p.OOMScoreAdj = &score
 	}
+}
+
+// defaults returns the node's defaults for a pod. OCI runtimes know only one seccomp profile, so
+// their pods cannot use a pulled profile with its base.
+func (k Launcher) defaults(p *state.Pod) oci.Defaults {
+	d := k.Node.Defaults
+	if p.Runtime != nil {
+		d.Seccomp.Pulled = nil
+	}
+	return d
 }
 
 // facts returns the node's facts, reduced to the features of the pod's runtime. It loads the

@@ -168,7 +168,8 @@ func (a *assembly) newServer(n *node.Node, p parts, settings func() any) *server
 	trimmer := memory.NewIdleTrimmer(restTime, memory.Release, a.log)
 	a.closing.Add("stop the idle trimmer", trimmer.Close)
 	cfg := serverConfig(settings, n, p.network, p.sessions, p.tracing, a.waits)
-	cfg.UserNamespaces = p.pods.HostFacts().UserNamespaces
+	facts := p.pods.HostFacts()
+	cfg.UserNamespaces, cfg.PulledSeccomp = facts.UserNamespaces, facts.Seccomp
 	cfg.Changing = trimmer.Changing
 	cfg.Observer = a.metrics
 	cfg.Names = a.names.Of
@@ -322,6 +323,7 @@ func (a *assembly) openPods(ctx context.Context, n *node.Node, puller *pull.Pull
 	if plugins != nil { // if the pointer is nil, the interface must be nil, too
 		cfg.Plugins = plugins
 	}
+	cfg.Defaults.Seccomp.Pulled = puller.Profiles().Get
 	cfg.PullPause = func(ctx context.Context, ref string) (*image.Image, error) { return puller.Pull(ctx, ref, nil) }
 	images := puller.Store()
 	pods, err := sandbox.Open(ctx, cfg, images, network)
