@@ -69,7 +69,9 @@ func TestSeccompProfileOCI(t *testing.T) {
 
 	pod := d.RunPod(t, harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Seccomp = ociProfile(ref, "") }))
 	harness.Equal(t, "filters of the pause", machine.StatusField(t, pod.PausePID(t), "Seccomp_filters"), "1")
-	capable := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.Capabilities.AddCapabilities = []string{"SYS_ADMIN"} })
+	capable := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+		s.Capabilities.AddCapabilities = []string{"SYS_ADMIN"}
+	})
 	script := harness.Script("mkdir /tmp/d; hostname x; echo ran; sleep 100000")
 	byDefault := pod.Run(t, withSeccomp(ociProfile(ref, "")), script)
 	local := pod.Run(t, withSeccomp(ociProfile(ref, base)), capable, script)
@@ -113,4 +115,18 @@ func TestSeccompProfileOCIOfOtherRuntimes(t *testing.T) {
 		d.PodConfig(t, harness.HostNetwork, harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Seccomp = ociProfile(ref, "") })), "crun")
 	harness.Equal(t, "code of the sandbox", status.Code(err), codes.FailedPrecondition)
 	harness.Must(t, d.Images.RemoveSecurityProfile(t.Context(), digest))
+}
+
+// libseccomp 2.5 loses denials with conditions if no rule without a condition is for a call of the
+// architecture (addPlainDenial in package confine).
+func TestConditionalDenialsOfLocalhostProfile(t *testing.T) {
+	d := harness.StartDaemon(t)
+	file := filepath.Join(t.TempDir(), "profile.json")
+	harness.Must(t, os.WriteFile(file, []byte(`{"defaultAction":"SCMP_ACT_ALLOW",
+		"architectures":["SCMP_ARCH_X86_64","SCMP_ARCH_X86","SCMP_ARCH_X32"],
+		"syscalls":[{"names":["umount"],"action":"SCMP_ACT_ERRNO"},
+			{"names":["mkdir"],"action":"SCMP_ACT_ERRNO","args":[{"index":1,"value":511,"op":"SCMP_CMP_EQ"}]}]}`), 0o600))
+	c := d.RunPod(t, harness.HostNetwork).Run(t,
+		withSeccomp(&runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Localhost, LocalhostRef: file}))
+	wantDenied(t, c, "mkdir /tmp/d")
 }

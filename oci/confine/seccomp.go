@@ -20,6 +20,7 @@ import (
 
 	"github.com/moby/profiles/seccomp"
 	"github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
@@ -178,6 +179,7 @@ func pulledProfile(r Profile, defaults SeccompDefaults, files Files, spec *specs
 	if err := json.Unmarshal(body, profile); err != nil {
 		return nil, errdefs.Internal("seccomp: profile %s: %w", r.pulled, err)
 	}
+	addPlainDenial(profile)
 	base, err := baseProfile(r.base, defaults, files, spec)
 	if err != nil {
 		return nil, err
@@ -266,7 +268,22 @@ func parseProfile(body []byte, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
 	if profile.ListenerPath == "" {
 		profile.ListenerMetadata = "" // see pulledProfile
 	}
+	addPlainDenial(profile)
 	return profile, checkProfile(profile)
+}
+
+// addPlainDenial adds a rule without conditions for a call of all architectures, if a profile
+// permits by default. Without such a rule, libseccomp 2.5 makes programs that permit every call of
+// x86-64: if the profile lists x32, has rules with conditions, and all of its other rules are for
+// calls of other architectures, such as umount. The call has no function since Linux 6.7.
+func addPlainDenial(p *specs.LinuxSeccomp) {
+	const call = "lookup_dcookie"
+	permits := p.DefaultAction == specs.ActAllow || p.DefaultAction == specs.ActLog || p.DefaultAction == specs.ActTrace
+	if !permits || slices.ContainsFunc(p.Syscalls, func(s specs.LinuxSyscall) bool { return slices.Contains(s.Names, call) }) {
+		return
+	}
+	errno := uint(unix.ENOSYS)
+	p.Syscalls = append(p.Syscalls, specs.LinuxSyscall{Names: []string{call}, Action: specs.ActErrno, ErrnoRet: &errno})
 }
 
 // checkProfile refuses words that libcontainer does not support. Otherwise the launch would fail

@@ -145,6 +145,21 @@ func TestPulledProfileRefused(t *testing.T) {
 	}
 }
 
+// A profile that permits by default has a denial without a condition (addPlainDenial).
+func TestPermissiveProfileHasPlainDenial(t *testing.T) {
+	for body, want := range map[string]int{
+		`{"defaultAction":"SCMP_ACT_ALLOW"}`: 1,
+		`{"defaultAction":"SCMP_ACT_LOG"}`:   1,
+		`{"defaultAction":"SCMP_ACT_ERRNO"}`: 0,
+		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[{"names":["lookup_dcookie"],"action":"SCMP_ACT_KILL"}]}`: 1,
+	} {
+		p, err := parseProfile([]byte(body), aSpec())
+		if err != nil || len(p.Syscalls) != want {
+			t.Errorf("%s: %v, %v", body, p, err)
+		}
+	}
+}
+
 func FuzzSeccompProfile(f *testing.F) {
 	spec := aSpec()
 	f.Add([]byte(`{"defaultAction":"SCMP_ACT_ERRNO","syscalls":[{"names":["read"],"action":"SCMP_ACT_ALLOW"}]}`))
