@@ -279,7 +279,8 @@ func parseProfile(body []byte, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
 func addPlainDenial(p *specs.LinuxSeccomp) {
 	const call = "lookup_dcookie"
 	permits := p.DefaultAction == specs.ActAllow || p.DefaultAction == specs.ActLog || p.DefaultAction == specs.ActTrace
-	if !permits || slices.ContainsFunc(p.Syscalls, func(s specs.LinuxSyscall) bool { return slices.Contains(s.Names, call) }) {
+	named := func(s specs.LinuxSyscall) bool { return slices.Contains(s.Names, call) }
+	if !permits || slices.ContainsFunc(p.Syscalls, named) {
 		return
 	}
 	errno := uint(unix.ENOSYS)

@@ -79,7 +79,7 @@ func randomArg(r *rand.Rand) uint64 { return uint64(r.IntN(4)) << (32 * r.IntN(2
 // The numbers of names in randomProfile, and of one more call, on each architecture. 1 << 30 marks
 // calls of x32.
 var testCalls = map[uint32][]uint32{
-	unix.AUDIT_ARCH_X86_64:  {0, 16, 41, 56, 83, 135, 166, 437, 457, 1, 1<<30 | 0, 1<<30 | 514, 1<<30 | 56, 1<<30 | 41},
+	unix.AUDIT_ARCH_X86_64:  {0, 16, 41, 56, 83, 135, 166, 437, 457, 1, 1 << 30, 1<<30 | 514, 1<<30 | 56, 1<<30 | 41},
 	unix.AUDIT_ARCH_I386:    {3, 120, 54, 359, 136, 39, 192, 22, 437, 457, 4},
 	unix.AUDIT_ARCH_AARCH64: {63, 220, 29, 198, 92, 34, 437, 457, 64},
 	unix.AUDIT_ARCH_ARM:     {3, 120, 54, 281, 136, 39, 192, 22, 437, 457, 4},
