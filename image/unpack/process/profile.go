@@ -8,6 +8,7 @@ import (
 	"berth/image/profile"
 	"berth/image/unpack/worker"
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 )
 
 // CheckProfile checks a seccomp profile in a separate process, and returns its canonical encoding.
@@ -19,7 +20,9 @@ func (p *Program) CheckProfile(ctx context.Context, dir string, data []byte) ([]
 		return nil, errdefs.Internal("start berth-unpack: %w", err)
 	}
 	defer root.Close() // read only
+	failpoint.Reach("unpack.start-check")
 	w, err := p.start(root, true, worker.ProfileArgs(), nil)
+	failpoint.Reach("unpack.check-started")
 	if err != nil {
 		return nil, errdefs.Internal("start berth-unpack: %w", err)
 	}
