@@ -91,7 +91,9 @@ func (p *Puller) fetchProfile(ctx context.Context, namespace string, ref registr
 		return nil, nil, err
 	}
 	defer repo.Close()
-	doc, err := repo.Manifest(ctx)
+	// A longer answer is no SecurityProfileInvalid: its digest is unknown, so a broken mirror may
+	// have sent it.
+	doc, err := repo.Manifest(ctx, profile.MaxManifest)
 	if err != nil {
 		return nil, nil, err
 	}

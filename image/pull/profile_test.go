@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"google.golang.org/grpc/codes"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/image/profile"
@@ -90,6 +91,11 @@ func TestPullProfileRefuses(t *testing.T) {
 	_, err := p.PullProfile(t.Context(), "", reg.Host()+"/a@sha256:"+strings.Repeat("0", 64), nil)
 	if !errdefs.IsNotFound(err) || strings.Contains(err.Error(), "SecurityProfileInvalid") {
 		t.Errorf("missing manifest: %v", err)
+	}
+	big := reg.PutManifest("a", "big", "", []byte(strings.Repeat(" ", profile.MaxManifest+1)))
+	_, err = p.PullProfile(t.Context(), "", reg.Host()+"/a@"+big.Digest.String(), nil)
+	if err == nil || !strings.Contains(err.Error(), "limit of 65536 bytes") || errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("large manifest: %v", err)
 	}
 	if list := p.Profiles().List(); len(list) != 0 {
 		t.Errorf("profiles %+v", list)
