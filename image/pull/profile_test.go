@@ -3,7 +3,9 @@ package pull
 import (
 	"context"
 	"log/slog"
+	"net/http"
 	"strings"
+	"sync"
 	"testing"
 
 	"google.golang.org/grpc/codes"
@@ -98,6 +100,38 @@ func TestPullProfileRefuses(t *testing.T) {
 		t.Errorf("large manifest: %v", err)
 	}
 	if list := p.Profiles().List(); len(list) != 0 {
+		t.Errorf("profiles %+v", list)
+	}
+}
+
+// Equal pulls at the same time do not harm one another, and leave one profile with one reference.
+func TestPullProfileAtTheSameTime(t *testing.T) {
+	const pulls = 4
+	reg := registrytest.New(t)
+	top := reg.PutArtifact("profile", "v1", profile.MediaType, registrytest.File{Content: []byte(seccompJSON)})
+	var all sync.WaitGroup
+	all.Add(pulls)
+	reg.Wrap(func(next http.Handler) http.Handler {
+		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if strings.HasSuffix(r.URL.Path, "/manifests/"+top.Digest.String()) {
+				all.Done()
+				all.Wait()
+			}
+			next.ServeHTTP(w, r)
+		})
+	})
+	p := openForProfiles(t, t.TempDir())
+	var done sync.WaitGroup
+	for range pulls {
+		done.Go(func() {
+			cached, err := p.PullProfile(t.Context(), "", reg.Host()+"/profile@"+top.Digest.String(), nil)
+			if err != nil || cached {
+				t.Errorf("cached %t, %v", cached, err)
+			}
+		})
+	}
+	done.Wait()
+	if list := p.Profiles().List(); len(list) != 1 || len(list[0].Refs) != 1 {
 		t.Errorf("profiles %+v", list)
 	}
 }
