@@ -1,8 +1,10 @@
 package integration
 
 import (
+	"encoding/json"
 	"fmt"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -166,4 +168,31 @@ func TestSecurityProfileFromMirror(t *testing.T) {
 	harness.Equal(t, "cached", harness.Get(pullProfile(t, d, "", ref, nil))(t), false)
 	list := harness.Get(d.Images.ListSecurityProfiles(t.Context()))(t)
 	harness.Equal(t, "references", fmt.Sprint(list[0].GetRefs()), fmt.Sprintf("[%s]", ref))
+}
+
+// The command shows profiles apart from images, with each reference, and removes one.
+func TestSecurityProfileCommand(t *testing.T) {
+	r, d := harness.NewRegistry(t), harness.StartDaemon(t)
+	var refs []string
+	for _, repository := range []string{"team/one", "team/two"} {
+		ref, _ := pushProfile(t, r, repository, 1)
+		harness.Get(pullProfile(t, d, "", ref, nil))(t)
+		refs = append(refs, ref)
+	}
+	harness.WantNoText(t, "images", runBerth(t, d, "image", "ls"), "team/")
+	harness.WantText(t, "profiles", runBerth(t, d, "image", "profiles"), refs...)
+	var list []struct {
+		Digest string
+		Size   uint64
+		Refs   []string
+	}
+	harness.Must(t, json.Unmarshal([]byte(runBerth(t, d, "image", "profiles", "-o", "json")), &list))
+	if len(list) != 1 || list[0].Size == 0 || !slices.Equal(list[0].Refs, refs) {
+		t.Fatalf("profiles: %+v", list)
+	}
+	if out, err := tryBerth(d, "image", "profiles", "--rm", "0123"); err == nil || !strings.Contains(out, "0 profiles") {
+		t.Errorf("removal of a missing profile: %v: %s", err, out)
+	}
+	runBerth(t, d, "image", "profiles", "--rm", strings.TrimPrefix(list[0].Digest, "sha256:")[:12])
+	harness.Equal(t, "profiles left", runBerth(t, d, "image", "profiles", "-o", "json"), "[]\n")
 }

@@ -150,7 +150,7 @@ func (s *Store) checkRoom(d digest.Digest, e entry) error {
 		return nil
 	}
 	return errdefs.New(codes.ResourceExhausted, "all security profiles would have %d %s, the limit is %d: "+
-		"remove unused profiles with RemoveSecurityProfile", have, what, limit)
+		"remove unused profiles with RemoveSecurityProfile (berth image profiles --rm)", have, what, limit)
 }
 
 // size returns the bytes that count for maxBytes.
