@@ -81,6 +81,8 @@ func TestPullProfileRefuses(t *testing.T) {
 	for name, ref := range map[string]string{
 		"tag":        strings.Split(put("a", profile.MediaType, seccompJSON), "@")[0] + ":v1",
 		"short name": "busybox@sha256:" + strings.Repeat("0", 64),
+		"no path":    "docker.io/busybox@sha256:" + strings.Repeat("0", 64),
+		"tag too":    reg.Host() + "/a:v1@sha256:" + strings.Repeat("0", 64),
 		"no name":    "@",
 		"other type": put("b", "application/vnd.example", seccompJSON),
 		"notify":     put("c", profile.MediaType, `{"defaultAction":"SCMP_ACT_NOTIFY"}`),
