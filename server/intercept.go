@@ -33,7 +33,9 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 			resp, err = nil, s.panicked(info.FullMethod, p)
 		}
 		call := call{method: info.FullMethod, failed: err, attrs: slices.Concat(ids(req), ids(resp), named.Attrs())}
-		if _, pull := req.(*runtimeapi.PullImageRequest); !pull { // kubelet reads the beginning of a pull's error
+		switch req.(type) {
+		case *runtimeapi.PullImageRequest, *runtimeapi.PullSecurityProfileRequest: // kubelet reads the beginning of a pull's error
+		default:
 			err = named.Explain(err)
 		}
 		err = coded(err)

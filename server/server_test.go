@@ -179,12 +179,25 @@ func TestRequestsHaveNames(t *testing.T) {
 	}
 }
 
+// wantMessage checks the whole text of an error with the code Unknown. kubelet compares its beginning.
+func wantMessage(t *testing.T, err error, text string) {
+	t.Helper()
+	if s := status.Convert(err); s.Code() != codes.Unknown || s.Message() != text {
+		t.Errorf("got %v; want %s", err, text)
+	}
+}
+
 // kubelet expects the code Unknown for a registry that does not answer. Operators read Unavailable.
 func TestUnavailableRegistryInTheLog(t *testing.T) {
 	down := errdefs.New(codes.Unknown, "%w: pull x: connection refused", crierrors.ErrRegistryUnavailable)
 	h := start(t, testConfig, &fakePods{}, &fakeImages{err: down})
-	_, err := h.images.PullImage(t.Context(), &runtimeapi.PullImageRequest{Image: &runtimeapi.ImageSpec{Image: "x"}})
-	testutil.WantError(t, err, codes.Unknown, "RegistryUnavailable: pull x")
+	pod := &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Namespace: "ns", Name: "web", Uid: "u"}}
+	spec := &runtimeapi.ImageSpec{Image: "x"}
+	_, err := h.images.PullImage(t.Context(), &runtimeapi.PullImageRequest{Image: spec, SandboxConfig: pod})
+	wantMessage(t, err, "RegistryUnavailable: pull x: connection refused")
+	_, err = h.images.PullSecurityProfile(t.Context(), &runtimeapi.PullSecurityProfileRequest{Image: spec, SandboxConfig: pod,
+		ProfileKind: runtimeapi.SecurityProfileKind_Seccomp})
+	wantMessage(t, err, "RegistryUnavailable: pull x: connection refused")
 	if log := h.log.String(); !strings.Contains(log, "code=Unavailable") {
 		t.Error(log)
 	}

@@ -9,6 +9,6 @@
 //
 // Package pull fetches the artifact, and a confined berth-unpack runs Parse.
 //
-// Store keeps what Parse returned as records, which survive a power cut. A profile keeps its newest
-// 256 references. A forgotten reference must be pulled again.
+// Store keeps what Parse returned as records, which survive a power cut. It keeps every reference
+// until the profile is removed, and refuses more profiles beyond its limits.
 package profile

@@ -14,13 +14,11 @@ const MediaType = "application/vnd.cncf.seccomp-profile.config.v1+json"
 // MaxManifest limits the manifest of an artifact, in bytes.
 const MaxManifest = 64 << 10
 
-// CheckManifest checks the manifest of an artifact and returns the descriptor of its only layer.
+// CheckManifest checks the manifest of an artifact, of at most MaxManifest bytes, and returns the
+// descriptor of its only layer.
 // An index is refused: a pinned digest names one profile, which is the same for every platform.
 func CheckManifest(data []byte) (ocispec.Descriptor, error) {
 	var none ocispec.Descriptor
-	if len(data) > MaxManifest {
-		return none, invalid("manifest has %d bytes, the limit is %d", len(data), MaxManifest)
-	}
 	var m ocispec.Manifest
 	if err := json.Unmarshal(data, &m); err != nil {
 		return none, invalid("manifest is no JSON: %s", errdefs.Clip(err.Error()))

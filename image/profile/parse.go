@@ -3,6 +3,7 @@ package profile
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -20,7 +21,12 @@ const (
 	maxRules = 4096    // entries of syscalls
 	maxNames = 16384   // names of all entries together
 	maxName  = 128     // bytes of one name
+	maxWords = 64      // architectures and flags
 	maxArgs  = 6       // filters of one entry: a system call has six arguments
+
+	// maxValues limits the JSON values before they are decoded. A byte of JSON may take 30 bytes in
+	// memory. Fewer than this are in a profile whose canonical encoding has MaxSize.
+	maxValues = 1 << 17
 )
 
 var (
@@ -54,6 +60,10 @@ func Parse(data []byte) ([]byte, error) {
 	if len(data) > MaxSize {
 		return nil, invalid("profile has %d bytes, the limit is %d", len(data), MaxSize)
 	}
+	values := bytes.Count(data, []byte("{")) + bytes.Count(data, []byte("[")) + bytes.Count(data, []byte(","))
+	if values > maxValues {
+		return nil, invalid("profile has %d JSON values, the limit is %d", values, maxValues)
+	}
 	var p specs.LinuxSeccomp
 	if err := decode(data, &p); err != nil {
 		return nil, err
@@ -65,7 +75,22 @@ func Parse(data []byte) ([]byte, error) {
 	if err != nil {
 		return nil, fmt.Errorf("encode profile: %w", err)
 	}
+	if len(out) > MaxSize { // fields that were left out are in it
+		return nil, invalid("profile in its complete form has %d bytes, the limit is %d", len(out), MaxSize)
+	}
 	return out, nil
+}
+
+// Confirm returns an error unless Parse would return data for it. The daemon checks so the answer
+// of a process that ran Parse, which may have been compromised. It runs the decoder of Parse itself,
+// but Go's decoder is memory-safe, and Parse limits bytes and values. What may exhaust memory or
+// time by a fault in it has met the limits of the process first.
+func Confirm(data []byte) error {
+	again, err := Parse(data)
+	if err == nil && !bytes.Equal(again, data) {
+		err = errors.New("the encoding is not canonical")
+	}
+	return err
 }
 
 // decode reads one JSON object and refuses unknown fields and anything after the object.
@@ -98,6 +123,9 @@ func check(p *specs.LinuxSeccomp) error {
 			return err
 		}
 	}
+	if n := len(p.Architectures) + len(p.Flags); n > maxWords {
+		return invalid("profile has %d architectures and flags, the limit is %d", n, maxWords)
+	}
 	if len(p.Syscalls) > maxRules {
 		return invalid("profile has %d syscalls entries, the limit is %d", len(p.Syscalls), maxRules)
 	}
@@ -121,7 +149,6 @@ func checkRule(r *specs.LinuxSyscall) error {
 		if n == "" || len(n) > maxName {
 			return invalid("a name in syscalls has %d bytes, allowed are 1 to %d", len(n), maxName)
 		}
-		// No name needs an escape, so the canonical encoding stays below MaxSize too.
 		if strings.ContainsFunc(n, notInName) {
 			return invalid("%q is no name of a system call", errdefs.Clip(n))
 		}

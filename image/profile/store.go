@@ -10,6 +10,7 @@ import (
 	"sync"
 
 	"github.com/opencontainers/go-digest"
+	"google.golang.org/grpc/codes"
 
 	"berth/checkpoint/record"
 	"berth/internal/errdefs"
@@ -21,8 +22,13 @@ const (
 	recordVersion = 1
 )
 
-// maxRefs limits the references of one profile. The oldest is forgotten first.
-const maxRefs = 256
+// Limits of all profiles together. They bound the daemon's memory, the answer of
+// ListSecurityProfiles and the size of a record. No reference is forgotten instead, because kubelet
+// finds a profile that a pod uses by its references.
+const (
+	maxRefs  = 4096
+	maxBytes = 32 << 20 // of profiles, references and evidence
+)
 
 // Info describes a stored profile.
 type Info struct {
@@ -42,6 +48,8 @@ type entry struct {
 type Store struct {
 	dir  *record.Dir
 	turn chan struct{} // holds a token while a change is written
+
+	maxRefs, maxBytes int // of all profiles
 
 	mu sync.Mutex // guards entries, which are replaced and never changed
 	// +checklocks:mu
@@ -65,7 +73,8 @@ func Open(root string) (*Store, []record.Damaged, error) {
 	if err != nil {
 		return nil, nil, fmt.Errorf("load profiles: %w", err)
 	}
-	return &Store{dir: dir, turn: make(chan struct{}, 1), entries: entries}, damaged, nil
+	s := &Store{dir: dir, turn: make(chan struct{}, 1), maxRefs: maxRefs, maxBytes: maxBytes, entries: entries}
+	return s, damaged, nil
 }
 
 // Inspect returns the state of the records below root without changing anything. The store may be
@@ -91,23 +100,28 @@ func decodeRecord(hash string, body []byte) (entry, error) {
 }
 
 // Add stores a profile that Parse returned, and records that ref resolved to it. evidence is JSON
-// that a signature policy can check again, or nil.
+// that a signature policy can check again, or nil for none: earlier evidence stays valid, because
+// ref is pinned. Beyond the limits of all profiles, the error is ResourceExhausted.
 func (s *Store) Add(ref string, profile, evidence []byte) error {
 	s.turn <- struct{}{}
 	defer func() { <-s.turn }()
 	d := digest.FromBytes(profile)
-	e := entry{Refs: s.entry(d).Refs, Profile: profile, Evidence: maps.Clone(s.entry(d).Evidence)}
-	if slices.Contains(e.Refs, ref) && bytes.Equal(e.Evidence[ref], evidence) {
+	old := s.entry(d)
+	if slices.Contains(old.Refs, ref) && (evidence == nil || bytes.Equal(old.Evidence[ref], evidence)) {
 		return nil
 	}
-	e.Refs = append(slices.DeleteFunc(slices.Clone(e.Refs), func(r string) bool { return r == ref }), ref)
-	e.Refs = e.Refs[max(0, len(e.Refs)-maxRefs):]
-	if e.Evidence == nil {
-		e.Evidence = map[string]json.RawMessage{}
+	e := entry{Refs: slices.Clone(old.Refs), Profile: profile, Evidence: maps.Clone(old.Evidence)}
+	if !slices.Contains(e.Refs, ref) {
+		e.Refs = append(e.Refs, ref)
 	}
-	maps.DeleteFunc(e.Evidence, func(r string, _ json.RawMessage) bool { return r == ref || !slices.Contains(e.Refs, r) })
 	if evidence != nil {
+		if e.Evidence == nil {
+			e.Evidence = map[string]json.RawMessage{}
+		}
 		e.Evidence[ref] = evidence
+	}
+	if err := s.checkRoom(d, e); err != nil {
+		return err
 	}
 	if err := s.dir.Write(d.Encoded(), e); err != nil {
 		return fmt.Errorf("store profile %s: %w", d, err)
@@ -116,6 +130,36 @@ func (s *Store) Add(ref string, profile, evidence []byte) error {
 	defer s.mu.Unlock()
 	s.entries[d] = e
 	return nil
+}
+
+// checkRoom returns an error if all profiles together exceed a limit with e as the profile d.
+func (s *Store) checkRoom(d digest.Digest, e entry) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	refs, size := len(e.Refs), e.size()
+	for other, o := range s.entries {
+		if other != d {
+			refs, size = refs+len(o.Refs), size+o.size()
+		}
+	}
+	what, have, limit := "references", refs, s.maxRefs
+	if refs <= s.maxRefs {
+		what, have, limit = "bytes with their signatures", size, s.maxBytes
+	}
+	if have <= limit {
+		return nil
+	}
+	return errdefs.New(codes.ResourceExhausted, "all security profiles would have %d %s, the limit is %d: "+
+		"remove unused profiles with RemoveSecurityProfile (berth image profiles --rm)", have, what, limit)
+}
+
+// size returns the bytes that count for maxBytes.
+func (e entry) size() int {
+	n := len(e.Profile)
+	for _, ref := range e.Refs {
+		n += len(ref) + len(e.Evidence[ref])
+	}
+	return n
 }
 
 func (s *Store) entry(d digest.Digest) entry {

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"strings"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
@@ -43,7 +42,7 @@ func (p *Puller) PullProfile(ctx context.Context, namespace, name string,
 	switch {
 	case err != nil:
 		return false, profile.Invalid("%v", err)
-	case ref.Digest == "" || !strings.HasPrefix(name, ref.Domain+"/"):
+	case ref.Digest == "" || name != ref.String():
 		return false, profile.Invalid("reference %q is not canonical with a digest", errdefs.Clip(name))
 	}
 	track, err := p.pulls.start(name)
@@ -91,7 +90,9 @@ func (p *Puller) fetchProfile(ctx context.Context, namespace string, ref registr
 		return nil, nil, err
 	}
 	defer repo.Close()
-	doc, err := repo.Manifest(ctx)
+	// A longer answer is no SecurityProfileInvalid: its digest is unknown, so a broken mirror may
+	// have sent it.
+	doc, err := repo.Manifest(ctx, profile.MaxManifest)
 	if err != nil {
 		return nil, nil, err
 	}

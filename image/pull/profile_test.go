@@ -3,9 +3,12 @@ package pull
 import (
 	"context"
 	"log/slog"
+	"net/http"
 	"strings"
+	"sync"
 	"testing"
 
+	"google.golang.org/grpc/codes"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/image/profile"
@@ -78,6 +81,8 @@ func TestPullProfileRefuses(t *testing.T) {
 	for name, ref := range map[string]string{
 		"tag":        strings.Split(put("a", profile.MediaType, seccompJSON), "@")[0] + ":v1",
 		"short name": "busybox@sha256:" + strings.Repeat("0", 64),
+		"no path":    "docker.io/busybox@sha256:" + strings.Repeat("0", 64),
+		"tag too":    reg.Host() + "/a:v1@sha256:" + strings.Repeat("0", 64),
 		"no name":    "@",
 		"other type": put("b", "application/vnd.example", seccompJSON),
 		"notify":     put("c", profile.MediaType, `{"defaultAction":"SCMP_ACT_NOTIFY"}`),
@@ -91,7 +96,44 @@ func TestPullProfileRefuses(t *testing.T) {
 	if !errdefs.IsNotFound(err) || strings.Contains(err.Error(), "SecurityProfileInvalid") {
 		t.Errorf("missing manifest: %v", err)
 	}
+	big := reg.PutManifest("a", "big", "", []byte(strings.Repeat(" ", profile.MaxManifest+1)))
+	_, err = p.PullProfile(t.Context(), "", reg.Host()+"/a@"+big.Digest.String(), nil)
+	if err == nil || !strings.Contains(err.Error(), "limit of 65536 bytes") || errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("large manifest: %v", err)
+	}
 	if list := p.Profiles().List(); len(list) != 0 {
+		t.Errorf("profiles %+v", list)
+	}
+}
+
+// Equal pulls at the same time do not harm one another, and leave one profile with one reference.
+func TestPullProfileAtTheSameTime(t *testing.T) {
+	const pulls = 4
+	reg := registrytest.New(t)
+	top := reg.PutArtifact("profile", "v1", profile.MediaType, registrytest.File{Content: []byte(seccompJSON)})
+	var all sync.WaitGroup
+	all.Add(pulls)
+	reg.Wrap(func(next http.Handler) http.Handler {
+		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if strings.HasSuffix(r.URL.Path, "/manifests/"+top.Digest.String()) {
+				all.Done()
+				all.Wait()
+			}
+			next.ServeHTTP(w, r)
+		})
+	})
+	p := openForProfiles(t, t.TempDir())
+	var done sync.WaitGroup
+	for range pulls {
+		done.Go(func() {
+			cached, err := p.PullProfile(t.Context(), "", reg.Host()+"/profile@"+top.Digest.String(), nil)
+			if err != nil || cached {
+				t.Errorf("cached %t, %v", cached, err)
+			}
+		})
+	}
+	done.Wait()
+	if list := p.Profiles().List(); len(list) != 1 || len(list[0].Refs) != 1 {
 		t.Errorf("profiles %+v", list)
 	}
 }

@@ -87,11 +87,11 @@ func (r *Repository) Document(ctx context.Context, blob ocispec.Descriptor, limi
 }
 
 // Manifest fetches the document that a pinned reference names, without parsing it. Its digest is
-// verified. Errors: those of [Repository.Resolve].
-func (r *Repository) Manifest(ctx context.Context) (doc Document, err error) {
+// verified. limit is in bytes. Errors: those of [Repository.Resolve].
+func (r *Repository) Manifest(ctx context.Context, limit int64) (doc Document, err error) {
 	err = r.askAll(ctx, capPull, func(e *endpoint) error {
 		want := ocispec.Descriptor{Digest: r.ref.Digest}
-		data, _, err := e.fetch(ctx, "manifests/"+r.ref.identifier(), &want, MaxManifestSize)
+		data, _, err := e.fetch(ctx, "manifests/"+r.ref.identifier(), &want, limit)
 		doc = Document{Digest: r.ref.Digest, Raw: data}
 		return err
 	})

@@ -31,7 +31,7 @@ func TestCrash(t *testing.T) {
 		t.Skip("runs for minutes")
 	}
 	killed, all := map[string]bool{}, everything
-	for _, op := range slices.Concat(operations, restores, gvisors, variants, otherForm, starts) {
+	for _, op := range slices.Concat(operations, profiles, restores, gvisors, variants, otherForm, starts) {
 		if op.more && !everything {
 			continue
 		}
@@ -293,7 +293,7 @@ func (e *enumeration) report(t *testing.T, when string, differences []string) {
 	}
 }
 
-// clean removes all pods, and the images of the operations.
+// clean removes all pods and security profiles, and the images of the operations.
 func (w *world) clean(t *testing.T) {
 	t.Helper()
 	for _, p := range harness.Get(w.d.Cri.ListPodSandbox(t.Context(), nil))(t) {
@@ -301,8 +301,9 @@ func (w *world) clean(t *testing.T) {
 		harness.Must(t, w.d.Cri.RemovePodSandbox(t.Context(), p.Id))
 	}
 	w.removeImages(t)
+	w.removeProfiles(t)
 	w.d.RemovePartial(t)
-	for _, records := range []string{"pods", "containers", "images/records"} { // removed by an operator
+	for _, records := range []string{"pods", "containers", "images/records", "images/profiles"} { // removed by an operator
 		harness.Must(t, os.RemoveAll(filepath.Join(w.d.Root, records, record.SetAsideDir)))
 	}
 	harness.Must(t, os.RemoveAll(w.d.LogDir)) // removed by kubelet

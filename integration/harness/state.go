@@ -10,9 +10,9 @@ import (
 	"berth/integration/inventory"
 )
 
-// FullState takes a complete inventory of the daemon's pods, containers and images, on the machine
-// and in the daemon's lists. It replaces values that differ between two runs of the same requests,
-// and leaves out the daemon's goroutines.
+// FullState takes a complete inventory of the daemon's pods, containers, images and security
+// profiles, on the machine and in the daemon's lists. It replaces values that differ between two
+// runs of the same requests, and leaves out the daemon's goroutines.
 func (d *Daemon) FullState(t *testing.T) inventory.Items {
 	t.Helper()
 	Registry.DropIdle()
@@ -80,6 +80,9 @@ func (d *Daemon) addLists(t *testing.T, s inventory.Items) {
 	images := Get(d.Images.ListImages(ctx, nil))(t)
 	for _, i := range images {
 		Must(t, s.AddMessage("listed image", i))
+	}
+	for _, p := range Get(d.Images.ListSecurityProfiles(ctx))(t) {
+		Must(t, s.AddMessage("listed security profile", p))
 	}
 	usage := Get(d.Images.ImageFsInfo(ctx))(t)
 	for _, u := range usage.ImageFilesystems {

@@ -78,7 +78,7 @@ const unavailable = "RegistryUnavailable: "
 // Allowed reports whether a request may cause a method, for example "StopContainer", to answer with
 // this code and error text. It serves tests that send malformed requests.
 func Allowed(method string, code codes.Code, text string) bool {
-	if method == "PullImage" && code == codes.Unknown {
+	if strings.HasPrefix(method, "Pull") && code == codes.Unknown {
 		return strings.HasPrefix(text, unavailable)
 	}
 	return code == codes.OK && !slices.Contains(refusals[method], codes.Unimplemented) ||

@@ -1,5 +1,5 @@
 // Package images provides the command `berth image`. Listing, pulling and removing use
-// only CRI and work with any runtime. The other commands need berth's own service (package admin).
+// only CRI and work with any runtime, also for security profiles. The other commands need berth's own service (package admin).
 package images
 
 import (
@@ -25,7 +25,7 @@ func Command() *cobra.Command {
 	o.AddFlag(cmd, cmd.PersistentFlags())
 	cmd.AddCommand(operator.ImageCommands(&o.Connection)...)
 	cmd.AddCommand(loadCommand(o), saveCommand(o), importCommand(o), tagCommand(o),
-		rmCommand(o), pruneCommand(o), historyCommand(o), duCommand(o))
+		rmCommand(o), pruneCommand(o), historyCommand(o), duCommand(o), profilesCommand(o))
 	for _, sub := range cmd.Commands() {
 		sub.SilenceUsage, sub.SilenceErrors = true, true
 	}

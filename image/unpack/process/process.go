@@ -49,7 +49,8 @@ type Program struct {
 	most  func(unpack.Limits) time.Duration // worker.CPULimit
 	log   *slog.Logger
 
-	unrestricted sync.Once // logs once that mounts cannot be restricted
+	checking     chan struct{} // holds a token during CheckProfile
+	unrestricted sync.Once     // logs once that mounts cannot be restricted
 }
 
 // Open opens the program at path. A process that takes no bytes and reports no progress for the
@@ -62,7 +63,7 @@ func Open(path string, stall time.Duration, log *slog.Logger) (*Program, error) 
 	if !jail.FiltersCalls(runtime.GOARCH) {
 		log.Warn("system calls of berth-unpack are not filtered on this architecture", "architecture", runtime.GOARCH)
 	}
-	return &Program{exe: exe, stall: stall, most: worker.CPULimit, log: log}, nil
+	return &Program{exe: exe, stall: stall, most: worker.CPULimit, log: log, checking: make(chan struct{}, 1)}, nil
 }
 
 // Close closes the program. Unpack must not run during or after Close.

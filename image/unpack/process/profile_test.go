@@ -32,3 +32,20 @@ func TestCheckProfile(t *testing.T) {
 		}
 	})
 }
+
+// The daemon takes nothing from a compromised process that profile.Parse would not return.
+func TestCheckProfileOfLiar(t *testing.T) {
+	for answer, want := range map[string]string{
+		`{"profile":{"defaultAction":"SCMP_ACT_ERRNO"}}`:  "",
+		`{"profile":{"defaultAction":"SCMP_ACT_NOTIFY"}}`: "SCMP_ACT_NOTIFY",
+		`{"profile":{"defaultAction": "SCMP_ACT_ERRNO"}}`: "not canonical",
+	} {
+		got, err := liar(t).CheckProfile(t.Context(), t.TempDir(), []byte(answer))
+		if want == "" && (err != nil || string(got) != `{"defaultAction":"SCMP_ACT_ERRNO"}`) {
+			t.Errorf("%s: got %s, %v", answer, got, err)
+		}
+		if want != "" && (errdefs.Code(err) != codes.Internal || !strings.Contains(err.Error(), want)) {
+			t.Errorf("%s: got %s, %v; want %s", answer, got, err, want)
+		}
+	}
+}
