@@ -46,6 +46,7 @@ func (s *runtimeService) Status(ctx context.Context,
 			SupplementalGroupsPolicy:  true,
 			MountOptions:              true,
 			UserNamespacesHostNetwork: s.cfg.UserNamespaces,
+			CgroupMountMode:           s.cfg.CgroupMounts,
 		},
 	}
 	if req.GetVerbose() {

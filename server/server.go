@@ -115,6 +115,7 @@ type Config struct {
 	Version        string // runtime_version, semver
 	SystemdCgroup  bool   // the cgroup driver is systemd, otherwise cgroupfs
 	UserNamespaces bool   // pods can have user namespaces, even with the host's network
+	CgroupMounts   bool   // cgroup_mount_mode can be READ_WRITE
 
 	// Settings returns the present configuration for verbose Status. It encodes as JSON.
 	Settings func() any

@@ -58,16 +58,9 @@ func (k Launcher) pauseSpec(
 func (k Launcher) containerSpec(
 	ctx context.Context, p *state.Pod, c *state.Container, volumes map[int]string, targetPIDNS string,
 ) (*specs.Spec, error) {
-	options := c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions()
-	if r := p.Runtime; r != nil && !r.CgroupNamespaces && options.GetCgroupnsOptions() != nil {
-		return nil, errdefs.FailedPrecondition("cgroupns_options: %s does not report support for cgroup namespaces", r.Path)
-	}
-	facts := k.facts(ctx, p)
-	if facts.CgroupV2 && p.Config.GetLinux().GetSecurityContext().GetPrivileged() {
-		var err error
-		if facts.CgroupOptions, err = host.CgroupOptions(); err != nil {
-			return nil, fmt.Errorf("find options of the cgroup filesystem: %w", err)
-		}
+	facts, err := k.cgroupFacts(ctx, p, c.Config.GetLinux().GetSecurityContext())
+	if err != nil {
+		return nil, err
 	}
 	spec, err := oci.ContainerSpec(oci.ContainerInput{
 		ID:              c.ID,
@@ -109,6 +102,30 @@ func (k Launcher) containerSpec(
 	raiseOOMScore(spec.Process, k.Node.Host)
 	oci.DropCovered(spec, c.Anonymous, k.Node.Volumes(c.ID))
 	return spec, k.bindDevices(p, c, names, spec)
+}
+
+// cgroupFacts returns the facts for a container. It refuses requests for cgroups that the pod's
+// runtime does not support.
+func (k Launcher) cgroupFacts(
+	ctx context.Context, p *state.Pod, sc *runtimeapi.LinuxContainerSecurityContext,
+) (facts host.Facts, err error) {
+	asked := sc.GetNamespaceOptions().GetCgroupnsOptions() != nil
+	if r := p.Runtime; r != nil {
+		switch {
+		case asked && !r.CgroupNamespaces:
+			return facts, errdefs.FailedPrecondition("cgroupns_options: %s does not report support for cgroup namespaces", r.Path)
+		case oci.WritableCgroups(sc):
+			return facts, errdefs.FailedPrecondition("cgroup_mount_mode: READ_WRITE of an unprivileged container "+
+				"needs berth's own runtime handler, not %s", r.Path)
+		}
+	}
+	facts = k.facts(ctx, p)
+	if facts.CgroupV2 && (asked || oci.WritableCgroups(sc) || p.Config.GetLinux().GetSecurityContext().GetPrivileged()) {
+		if facts.CgroupOptions, err = host.CgroupOptions(); err != nil {
+			return facts, fmt.Errorf("find options of the cgroup filesystem: %w", err)
+		}
+	}
+	return facts, nil
 }
 
 // raiseOOMScore raises the oom_score_adj of a process to the lowest value that the node permits.

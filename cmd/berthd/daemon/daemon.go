@@ -168,7 +168,8 @@ func (a *assembly) newServer(n *node.Node, p parts, settings func() any) *server
 	trimmer := memory.NewIdleTrimmer(restTime, memory.Release, a.log)
 	a.closing.Add("stop the idle trimmer", trimmer.Close)
 	cfg := serverConfig(settings, n, p.network, p.sessions, p.tracing, a.waits)
-	cfg.UserNamespaces = p.pods.HostFacts().UserNamespaces
+	facts := p.pods.HostFacts()
+	cfg.UserNamespaces, cfg.CgroupMounts = facts.UserNamespaces, facts.NSDelegate
 	cfg.Changing = trimmer.Changing
 	cfg.Observer = a.metrics
 	cfg.Names = a.names.Of
