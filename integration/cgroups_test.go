@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -46,7 +47,10 @@ func inInnerCgroup(script string) harness.ContainerOption {
 // runInInnerCgroup runs such a container and returns its own cgroup's directory on the node.
 func runInInnerCgroup(t *testing.T, pod *harness.Pod, script string, opts ...harness.ContainerOption) (c *harness.Container, dir string) {
 	t.Helper()
-	c = pod.Run(t, append([]harness.ContainerOption{inInnerCgroup(script), writableCgroups, limitedMemory}, opts...)...)
+	c = pod.Run(t, append([]harness.ContainerOption{inInnerCgroup(script), writableCgroups, limitedMemory,
+		harness.Mount(&runtimeapi.Mount{ContainerPath: "/node/usr", HostPath: "/usr", Readonly: true}),
+		harness.Mount(&runtimeapi.Mount{ContainerPath: "/node/lib", HostPath: "/usr/lib", Readonly: true}),
+		harness.Mount(&runtimeapi.Mount{ContainerPath: "/node/lib64", HostPath: "/usr/lib64", Readonly: true})}, opts...)...)
 	c.WaitOutput(t, "ready")
 	inner := machine.CgroupDir(t, c.InitPID(t), "memory")
 	harness.Equal(t, "cgroup of init", filepath.Base(inner), "init")
@@ -127,6 +131,11 @@ func testCgroupMountRefusals(t *testing.T, d *harness.Daemon, pod *harness.Pod) 
 	harness.WantCode(t, err, codes.FailedPrecondition, "cgroup_mount_mode", "nsdelegate")
 }
 
+// nested runs a command in cgroup and user namespaces below the container's, with the node's program
+// for it.
+var nested = []string{"/node/lib64/ld-linux-x86-64.so.2", "--library-path", "/node/lib/x86_64-linux-gnu", "/node/usr/bin/unshare",
+	"--user", "--map-root-user", "--cgroup"}
+
 // testOwnLimits checks that no process of the container can change the limits of its own cgroup.
 func testOwnLimits(t *testing.T, c *harness.Container, dir string) {
 	t.Helper()
@@ -137,8 +146,11 @@ func testOwnLimits(t *testing.T, c *harness.Container, dir string) {
 		if file != "cgroup.kill" { // it cannot be read
 			before = readCgroup(t, dir, file)
 		}
-		if out := c.Exec(t, "sh", "-c", fmt.Sprintf("echo %s >/sys/fs/cgroup/%s && echo written; true", value, file)); out != "" {
-			t.Errorf("%s: %s", file, out)
+		write := fmt.Sprintf("echo %s >/sys/fs/cgroup/%s && echo written; true", value, file)
+		for _, command := range [][]string{{"sh", "-c", write}, append(slices.Clone(nested), "sh", "-c", write)} {
+			if out := c.Exec(t, command...); out != "" {
+				t.Errorf("%v: %s", command, out)
+			}
 		}
 		if before != "" {
 			harness.Equal(t, file, readCgroup(t, dir, file), before)

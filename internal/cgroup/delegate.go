@@ -21,17 +21,13 @@ func Delegate(dir string, uid int) error {
 	if err != nil {
 		return fmt.Errorf("delegate cgroup: %w", err)
 	}
-	failpoint.Reach("cgroup.delegate")
-	err = os.Chown(dir, uid, -1)
-	for name := range strings.FieldsSeq(string(names)) {
-		// A file of a controller that is not enabled does not exist.
-		if e := os.Chown(filepath.Join(dir, name), uid, -1); !errors.Is(e, fs.ErrNotExist) {
-			err = errors.Join(err, e)
+	for _, name := range append([]string{"."}, strings.Fields(string(names))...) {
+		failpoint.Reach("cgroup.delegate")
+		err := os.Chown(filepath.Join(dir, name), uid, -1)
+		failpoint.Reach("cgroup.delegated")
+		if err != nil && !errors.Is(err, fs.ErrNotExist) { // a file of a controller that is not enabled
+			return fmt.Errorf("delegate cgroup: %w", err)
 		}
-	}
-	failpoint.Reach("cgroup.delegated")
-	if err != nil {
-		return fmt.Errorf("delegate cgroup: %w", err)
 	}
 	return nil
 }
