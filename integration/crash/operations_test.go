@@ -95,7 +95,7 @@ var operations = []operation{
 
 	{name: "RemoveContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: removeContainer},
 	{name: "RemoveContainer_exited", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started, stopped), request: removeContainer, more: true},
-	{name: "RemoveContainer_writableCgroups", prepare: with(podRuns(harness.SharedPID), withContainer(writableCgroups, exitsInInnerCgroup), started), request: removeContainer, more: true},
+	{name: "RemoveContainer_writableCgroups", prepare: with(podRuns(harness.SharedPID), withContainer(writableCgroups, exitsInInnerCgroup), started), request: removeContainer, more: !machine.Cgroup2()},
 	{name: "RemoveContainer_created", prepare: with(podRuns(podInUserNamespace), withContainer(containerInUserNamespace, imageVolume), created), request: removeContainer, more: true},
 
 	{name: "RemovePodSandbox", prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: removePod},
