@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -48,6 +49,9 @@ func inInnerCgroup(script string) harness.ContainerOption {
 func runInInnerCgroup(t *testing.T, pod *harness.Pod, script string, opts ...harness.ContainerOption) (c *harness.Container, dir string) {
 	t.Helper()
 	c = pod.Run(t, append([]harness.ContainerOption{inInnerCgroup(script), writableCgroups, limitedMemory,
+		harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { // berth's profile forbids user namespaces
+			s.Apparmor = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Unconfined}
+		}),
 		harness.Mount(&runtimeapi.Mount{ContainerPath: "/node/usr", HostPath: "/usr", Readonly: true}),
 		harness.Mount(&runtimeapi.Mount{ContainerPath: "/node/lib", HostPath: "/usr/lib", Readonly: true}),
 		harness.Mount(&runtimeapi.Mount{ContainerPath: "/node/lib64", HostPath: "/usr/lib64", Readonly: true})}, opts...)...)
@@ -94,9 +98,10 @@ func TestContainerWritableCgroups(t *testing.T) {
 		harness.Equal(t, "reason", status.Reason, "OOMKilled")
 	})
 	t.Run("nesting", func(t *testing.T) {
-		c, dir := runInInnerCgroup(t, pod, `mkdir $(seq 2000) 2>/dev/null; until mkdir -p $d/x 2>/dev/null; do d=$d/x; done; echo full; sleep 100000`)
+		c, dir := runInInnerCgroup(t, pod, `d=n; while mkdir $d 2>/dev/null; do d=$d/n; done; echo $d; mkdir $(seq 2000) 2>/dev/null; echo full; sleep 100000`)
 		c.WaitOutput(t, "full")
-		harness.Equal(t, "cgroups", len(harness.Get(filepath.Glob(dir+"/*/"))(t)), 999) // and leaf/deep
+		harness.WantText(t, "the first cgroup that is too deep", c.Output(t), "\nn"+strings.Repeat("/n", 12)+"\n")
+		harness.WantText(t, "number of cgroups", readCgroup(t, dir, "cgroup.stat"), "nr_descendants 1000\n")
 		harness.Equal(t, "exec", c.Exec(t, "sed", "s/.*://", "/proc/self/cgroup"), "/init")
 	})
 	t.Run("statistics and removal", func(t *testing.T) { testInnerCgroupsEnd(t, d) })
@@ -125,8 +130,9 @@ func testCgroupMountRefusals(t *testing.T, d *harness.Daemon, pod *harness.Pod) 
 	pod.Sh(t, "true", cgroupNamespace(runtimeapi.NamespaceMode_NODE))
 	harness.Equal(t, "the node's mounts after a container in its cgroup namespace", options(), before)
 
-	system(t, "mount", "-o", "remount,memory_recursiveprot", "/sys/fs/cgroup")
-	defer system(t, "mount", "-o", "remount,nsdelegate,memory_recursiveprot", "/sys/fs/cgroup")
+	remount := func(options string) { harness.Must(t, unix.Mount("", "/sys/fs/cgroup", "", unix.MS_REMOUNT, options)) }
+	remount("memory_recursiveprot")
+	defer remount("nsdelegate,memory_recursiveprot")
 	_, err = pod.TryCreate(t, writableCgroups)
 	harness.WantCode(t, err, codes.FailedPrecondition, "cgroup_mount_mode", "nsdelegate")
 }
@@ -139,24 +145,25 @@ var nested = []string{"/node/lib64/ld-linux-x86-64.so.2", "--library-path", "/no
 // testOwnLimits checks that no process of the container can change the limits of its own cgroup.
 func testOwnLimits(t *testing.T, c *harness.Container, dir string) {
 	t.Helper()
-	values := map[string]string{"memory.max": "max", "memory.high": "1", "pids.max": "max", "cgroup.max.depth": "max", "cgroup.max.descendants": "max",
-		"cgroup.freeze": "1", "cgroup.kill": "1", "cpu.max": "max"}
-	for file, value := range values {
-		before := ""
-		if file != "cgroup.kill" { // it cannot be read
-			before = readCgroup(t, dir, file)
+	files := []string{"memory.max", "memory.high", "pids.max", "cpu.max", "cgroup.max.depth", "cgroup.max.descendants", "cgroup.freeze"}
+	values := func() (all []string) {
+		for _, file := range files {
+			all = append(all, file+": "+readCgroup(t, dir, file))
 		}
-		write := fmt.Sprintf("echo %s >/sys/fs/cgroup/%s && echo written; true", value, file)
-		for _, command := range [][]string{{"sh", "-c", write}, append(slices.Clone(nested), "sh", "-c", write)} {
-			if out := c.Exec(t, command...); out != "" {
-				t.Errorf("%v: %s", command, out)
-			}
-		}
-		if before != "" {
-			harness.Equal(t, file, readCgroup(t, dir, file), before)
-		}
+		return all
+	}
+	before := values()
+	write := "cd /sys/fs/cgroup; for f in *; do echo max >$f && echo $f; echo 1 >$f && echo $f; done 2>/dev/null; true"
+	for _, command := range [][]string{{"sh", "-c", write}, append(slices.Clone(nested), "sh", "-c", write)} {
+		written := slices.Compact(strings.Fields(c.Exec(t, command...)))
+		written = slices.DeleteFunc(written, func(file string) bool { return slices.Contains(delegated, file) })
+		harness.Equal(t, fmt.Sprintf("files that %s can write", command[0]), strings.Join(written, " "), "")
+		harness.Equal(t, "limits", strings.Join(values(), ", "), strings.Join(before, ", "))
 	}
 }
+
+// delegated are the files that cgroups(7) leaves to the container.
+var delegated = []string{"cgroup.procs", "cgroup.threads", "cgroup.subtree_control", "memory.oom.group", "memory.reclaim"}
 
 // An exec has a cgroup beside the container's. It can go to another one, and ends there too.
 func testExecBesideInnerCgroups(t *testing.T, c *harness.Container) {
@@ -193,7 +200,7 @@ func testInnerCgroupsEnd(t *testing.T, d *harness.Daemon) {
 		used := containerStats(t, c).Memory.UsageBytes.GetValue()
 		return used > 20<<20, used
 	})
-	waitProcesses(t, pod, 5)
+	waitProcesses(t, pod, 4) // the shell has become sleep
 	harness.Equal(t, "processes in the inner cgroup", len(strings.Fields(readCgroup(t, dir, "leaf/deep/cgroup.procs"))), 2)
 	c.Stop(t, 0)
 	c.WaitExited(t)
