@@ -100,6 +100,11 @@ func (k Launcher) containerSpec(
 		return nil, err
 	}
 	raiseOOMScore(spec.Process, k.Node.Host)
+	if oci.WritableCgroups(c.Config.GetLinux().GetSecurityContext()) && p.Mappings == nil {
+		if err := k.protectLimits(p, spec); err != nil {
+			return nil, err
+		}
+	}
 	oci.DropCovered(spec, c.Anonymous, k.Node.Volumes(c.ID))
 	return spec, k.bindDevices(p, c, names, spec)
 }
@@ -126,6 +131,21 @@ func (k Launcher) cgroupFacts(
 		}
 	}
 	return facts, nil
+}
+
+// protectLimits makes the limits of a container's own cgroup read-only in its mount of cgroups. In a
+// user namespace the node's root owns them. Otherwise nsdelegate does not protect them from a process
+// that makes a cgroup namespace in a user namespace of its own.
+func (k Launcher) protectLimits(p *state.Pod, spec *specs.Spec) error {
+	group, err := k.Node.Cgroup(p.CgroupsPath)
+	if err != nil {
+		return err
+	}
+	names, err := group.Undelegated() // the kernel has the same files for the pause and the container
+	for _, name := range names {
+		spec.Linux.ReadonlyPaths = append(spec.Linux.ReadonlyPaths, "/sys/fs/cgroup/"+name)
+	}
+	return err
 }
 
 // raiseOOMScore raises the oom_score_adj of a process to the lowest value that the node permits.
