@@ -137,10 +137,10 @@ func testCgroupMountRefusals(t *testing.T, d *harness.Daemon, pod *harness.Pod) 
 	harness.WantCode(t, err, codes.FailedPrecondition, "cgroup_mount_mode", "nsdelegate")
 }
 
-// nested runs a command in cgroup and user namespaces below the container's, with the node's program
+// nested runs a command in mount, cgroup and user namespaces below the container's, with the node's program
 // for it.
 var nested = []string{"/node/lib64/ld-linux-x86-64.so.2", "--library-path", "/node/lib/x86_64-linux-gnu", "/node/usr/bin/unshare",
-	"--user", "--map-root-user", "--cgroup"}
+	"--user", "--map-root-user", "--cgroup", "--mount"}
 
 // testOwnLimits checks that no process of the container can change the limits of its own cgroup.
 func testOwnLimits(t *testing.T, c *harness.Container, dir string) {
@@ -153,8 +153,9 @@ func testOwnLimits(t *testing.T, c *harness.Container, dir string) {
 		return all
 	}
 	before := values()
-	write := "cd /sys/fs/cgroup; for f in *; do echo max >$f && echo $f; echo 1 >$f && echo $f; done 2>/dev/null; true"
-	for _, command := range [][]string{{"sh", "-c", write}, append(slices.Clone(nested), "sh", "-c", write)} {
+	write := "for f in *; do echo max >$f && echo $f; echo 1 >$f && echo $f; done 2>/dev/null; true"
+	uncover := "mkdir -p /tmp/m; umount memory.max; mount -o bind . /tmp/m && cd /tmp/m; " // where nothing covers a file
+	for _, command := range [][]string{{"sh", "-c", "cd /sys/fs/cgroup; " + write}, append(slices.Clone(nested), "sh", "-c", "cd /sys/fs/cgroup; "+uncover+write)} {
 		written := slices.Compact(strings.Fields(c.Exec(t, command...)))
 		written = slices.DeleteFunc(written, func(file string) bool { return slices.Contains(delegated, file) })
 		harness.Equal(t, fmt.Sprintf("files that %s can write", command[0]), strings.Join(written, " "), "")
