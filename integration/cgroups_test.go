@@ -16,6 +16,7 @@ import (
 
 	"berth/integration/harness"
 	"berth/integration/machine"
+	"berth/internal/host"
 	"berth/shim"
 )
 
@@ -125,10 +126,10 @@ func testCgroupMountRefusals(t *testing.T, d *harness.Daemon, pod *harness.Pod) 
 	harness.WantCode(t, err, codes.InvalidArgument, "cgroup_mount_mode", "READ_ONLY")
 	harness.Equal(t, "mount of READ_ONLY", pod.Sh(t, "mkdir /sys/fs/cgroup/x 2>/dev/null || echo refused", readOnlyCgroups), "refused\n")
 
-	options := func() string { return strings.TrimSpace(string(harness.Get(os.ReadFile("/proc/mounts"))(t))) }
+	options := func() string { return strings.Join(harness.Get(host.CgroupOptions())(t), ",") }
 	before := options()
 	pod.Sh(t, "true", cgroupNamespace(runtimeapi.NamespaceMode_NODE))
-	harness.Equal(t, "the node's mounts after a container in its cgroup namespace", options(), before)
+	harness.Equal(t, "options of the node after a container in its cgroup namespace", options(), before)
 
 	remount := func(options string) { harness.Must(t, unix.Mount("", "/sys/fs/cgroup", "", unix.MS_REMOUNT, options)) }
 	remount("memory_recursiveprot")
@@ -206,6 +207,7 @@ func testInnerCgroupsEnd(t *testing.T, d *harness.Daemon) {
 	c.Stop(t, 0)
 	c.WaitExited(t)
 	harness.Equal(t, "processes left", len(machine.CommandLines("sleep 66667")), 0)
+	harness.Must(t, d.Cri.RemoveContainer(t.Context(), c.Id))
 	if _, err := os.Stat(dir); !os.IsNotExist(err) {
 		t.Errorf("the cgroup is left: %v", err)
 	}
