@@ -1,8 +1,10 @@
 package oci
 
 import (
+	"maps"
 	"slices"
 
+	"github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
@@ -46,14 +48,32 @@ func checkCgroupView(in ContainerInput) error {
 	}
 }
 
-// checkWritableCgroups refuses all writable mounts of unprivileged containers, and those that the
-// CRI forbids on this node. The mount of a privileged container is always writable.
+// checkWritableCgroups refuses a writable mount on a node where the kernel does not keep a container
+// from changing its own limits.
 func checkWritableCgroups(in ContainerInput) error {
-	if !in.security().GetPrivileged() {
-		return errdefs.FailedPrecondition("cgroup_mount_mode: READ_WRITE is supported only for privileged containers")
-	}
-	if !in.Host.CgroupV2 || !slices.Contains(in.Host.CgroupOptions, "nsdelegate") {
-		return errdefs.FailedPrecondition("cgroup_mount_mode: READ_WRITE needs cgroup v2 mounted with nsdelegate on the node")
+	switch {
+	case !in.Host.CgroupV2:
+		return errdefs.FailedPrecondition("cgroup_mount_mode: READ_WRITE needs cgroup v2, this node has v1")
+	case !slices.Contains(in.Host.CgroupOptions, "nsdelegate"):
+		return errdefs.FailedPrecondition("cgroup_mount_mode: READ_WRITE needs nsdelegate, " +
+			"without which cgroup v2 is mounted on this node")
 	}
 	return nil
+}
+
+// WritableCgroups reports whether an unprivileged container can make cgroups below its own.
+func WritableCgroups(sc *runtimeapi.LinuxContainerSecurityContext) bool {
+	return !sc.GetPrivileged() && sc.GetCgroupMountMode() == runtimeapi.CgroupMountMode_CGROUP_MOUNT_MODE_READ_WRITE
+}
+
+// nestingLimits limit the cgroups below that of a container that can make cgroups. Without them it
+// could take all of the kernel's 65535 IDs of memory cgroups. It could also make paths that are too
+// long to remove: 12 names of 255 bytes fit into PATH_MAX.
+var nestingLimits = map[string]string{"cgroup.max.descendants": "1000", "cgroup.max.depth": "12"}
+
+func limitNesting(r *specs.LinuxResources) {
+	if r.Unified == nil {
+		r.Unified = map[string]string{}
+	}
+	maps.Copy(r.Unified, nestingLimits)
 }

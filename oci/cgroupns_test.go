@@ -1,6 +1,7 @@
 package oci
 
 import (
+	"slices"
 	"testing"
 
 	"google.golang.org/grpc/codes"
@@ -27,15 +28,16 @@ func TestCgroupMountModeRefused(t *testing.T) {
 			delegated(in)
 			in.sc().NamespaceOptions = &runtimeapi.NamespaceOption{CgroupnsOptions: cgroupns(nsNode)}
 		}, codes.InvalidArgument, "privileged"},
+		{cgroupReadWrite, func(in *ContainerInput) { in.Host.CgroupV2 = false }, codes.FailedPrecondition, "cgroup v2"},
+		{cgroupReadWrite, func(in *ContainerInput) { in.Host.CgroupOptions = []string{"memory_recursiveprot"} }, codes.FailedPrecondition, "nsdelegate"},
 		{cgroupReadWrite, func(in *ContainerInput) {
 			in.privilege()
 			in.Host.CgroupV2 = false
-		}, codes.FailedPrecondition, "nsdelegate"},
+		}, codes.FailedPrecondition, "cgroup v2"},
 		{cgroupReadWrite, func(in *ContainerInput) {
 			in.privilege()
 			in.Host.CgroupOptions = nil
 		}, codes.FailedPrecondition, "nsdelegate"},
-		{cgroupReadWrite, delegated, codes.FailedPrecondition, "only for privileged"},
 	} {
 		refused(t, func(in *ContainerInput) {
 			in.sc().CgroupMountMode = test.mode
@@ -44,14 +46,33 @@ func TestCgroupMountModeRefused(t *testing.T) {
 	}
 }
 
+// Only a container that is not privileged has limits for the cgroups that it makes.
 func TestCgroupMountModeAllowed(t *testing.T) {
 	t.Parallel()
-	in := testInput()
-	in.sc().CgroupMountMode = cgroupReadOnly
-	mustSpec(t, in)
-	in = testInput()
-	in.privilege()
-	in.Host.CgroupV2, in.Host.CgroupOptions = true, []string{"nsdelegate"}
-	in.sc().CgroupMountMode = cgroupReadWrite
-	mustSpec(t, in)
+	for _, test := range []struct {
+		mode       runtimeapi.CgroupMountMode
+		privileged bool
+		access     string
+		depth      string
+	}{
+		{0, false, "ro", ""},
+		{cgroupReadOnly, false, "ro", ""},
+		{cgroupReadWrite, false, "rw", "12"},
+		{0, true, "rw", ""},
+		{cgroupReadWrite, true, "rw", ""},
+	} {
+		in := testInput()
+		in.Host.CgroupV2, in.Host.CgroupOptions = true, []string{"nsdelegate"}
+		in.sc().CgroupMountMode = test.mode
+		if test.privileged {
+			in.privilege()
+		}
+		spec := mustSpec(t, in)
+		if o := findMount(spec, "/sys/fs/cgroup").Options; !slices.Contains(o, test.access) {
+			t.Errorf("%+v: options %v", test, o)
+		}
+		if depth := spec.Linux.Resources.Unified["cgroup.max.depth"]; depth != test.depth {
+			t.Errorf("%+v: depth %q", test, depth)
+		}
+	}
 }

@@ -86,8 +86,13 @@ func setCgroup(in ContainerInput, spec *specs.Spec) (err error) {
 	if spec.Linux.CgroupsPath, err = CgroupsPath(in.Pod.CgroupParent, in.ID, in.SystemdCgroup); err != nil {
 		return err
 	}
-	spec.Linux.Resources, err = LinuxResources(in.resources(), in.Host)
-	return err
+	if spec.Linux.Resources, err = LinuxResources(in.resources(), in.Host); err != nil {
+		return err
+	}
+	if WritableCgroups(in.security()) {
+		limitNesting(spec.Linux.Resources)
+	}
+	return nil
 }
 
 // setSecurity sets all restrictions of the process. Privileged lifts most restrictions

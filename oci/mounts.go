@@ -78,6 +78,9 @@ func kernelMounts(in ContainerInput) []specs.Mount {
 // sets the options of the whole node, so it repeats the node's options. Security modules set their
 // options by themselves.
 func cgroupMount(in ContainerInput, access string) specs.Mount {
+	if WritableCgroups(in.security()) {
+		access = "rw"
+	}
 	options := []string{"nosuid", "noexec", "nodev", "relatime", access}
 	if !in.ownCgroupNamespace() {
 		for _, o := range in.Host.CgroupOptions {

@@ -47,6 +47,7 @@ func (s *runtimeService) Status(ctx context.Context,
 			MountOptions:              true,
 			UserNamespacesHostNetwork: s.cfg.UserNamespaces,
 			SeccompProfileOci:         s.cfg.PulledSeccomp,
+			CgroupMountMode:           s.cfg.CgroupMounts,
 		},
 	}
 	if req.GetVerbose() {

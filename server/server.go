@@ -116,6 +116,7 @@ type Config struct {
 	SystemdCgroup  bool   // the cgroup driver is systemd, otherwise cgroupfs
 	UserNamespaces bool   // pods can have user namespaces, even with the host's network
 	PulledSeccomp  bool   // pods of the built-in runtime can use pulled seccomp profiles
+	CgroupMounts   bool   // cgroup_mount_mode can be READ_WRITE
 
 	// Settings returns the present configuration for verbose Status. It encodes as JSON.
 	Settings func() any

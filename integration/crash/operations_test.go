@@ -12,6 +12,7 @@ import (
 
 	"berth/cni/berthnet/rules"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // operation is a request that changes something, with its preparations.
@@ -94,6 +95,7 @@ var operations = []operation{
 
 	{name: "RemoveContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: removeContainer},
 	{name: "RemoveContainer_exited", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started, stopped), request: removeContainer, more: true},
+	{name: "RemoveContainer_writableCgroups", prepare: with(podRuns(harness.SharedPID), withContainer(writableCgroups, exitsInInnerCgroup), started), request: removeContainer, more: !machine.Cgroup2()},
 	{name: "RemoveContainer_created", prepare: with(podRuns(podInUserNamespace), withContainer(containerInUserNamespace, imageVolume), created), request: removeContainer, more: true},
 
 	{name: "RemovePodSandbox", prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: removePod},
@@ -252,6 +254,19 @@ func exitsOnTerm(c *runtimeapi.ContainerConfig) {
 
 func containerInUserNamespace(c *runtimeapi.ContainerConfig) {
 	c.Linux.SecurityContext.NamespaceOptions.UsernsOptions = userNamespace()
+}
+
+// writableCgroups lets the container make cgroups, on cgroup v2.
+func writableCgroups(c *runtimeapi.ContainerConfig) {
+	if machine.Cgroup2() {
+		c.Linux.SecurityContext.CgroupMountMode = runtimeapi.CgroupMountMode_CGROUP_MOUNT_MODE_READ_WRITE
+	}
+}
+
+// exitsInInnerCgroup is exitsOnTerm in a cgroup that the container makes, if it can.
+func exitsInInnerCgroup(c *runtimeapi.ContainerConfig) {
+	exitsOnTerm(c)
+	c.Command[2] = "mkdir -p /sys/fs/cgroup/a/b && echo $$ >/sys/fs/cgroup/a/b/cgroup.procs; " + c.Command[2]
 }
 
 func imageVolume(c *runtimeapi.ContainerConfig) {

@@ -12,6 +12,7 @@ import (
 
 	"berth/integration/harness"
 	"berth/integration/inventory"
+	"berth/integration/machine"
 )
 
 // TestShimCrash kills the launcher or the monitor, but not the daemon, at each of its steps.
@@ -67,6 +68,8 @@ var shimOperations = []shimOperation{
 	{operation: operation{name: "StartContainer_terminal", prepare: with(podRuns(hostPort), withContainer(terminal), created), request: startContainer, more: true}, next: startNext, launches: true},
 	{operation: operation{name: "StartContainer_userNamespace_imageVolume", prepare: with(podRuns(podInUserNamespace), withContainer(containerInUserNamespace, imageVolume), created),
 		request: startContainer, more: true}, next: startNext, launches: true},
+	{operation: operation{name: "StartContainer_writableCgroups", prepare: with(podRuns(harness.HostNetwork), withContainer(writableCgroups, harness.RunAs(1001)), created),
+		request: startContainer, more: !machine.Cgroup2()}, next: startNext, launches: true},
 	{operation: operation{name: "StartContainer_crun", prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(), created), request: startContainer, more: true},
 		next: startNext, launches: true, crun: true},
 	{operation: operation{name: "StartContainer_fails", prepare: with(podRuns(harness.HostNetwork), withContainer(harness.Command("/no/such/program")), created), request: failToStart}, launches: true},

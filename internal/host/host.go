@@ -25,10 +25,11 @@ type Facts struct {
 	Kernel                   string // release, e.g. "6.12.9-amd64"
 	KernelMajor, KernelMinor int
 
-	CgroupV2 bool // /sys/fs/cgroup is the unified hierarchy; false: v1, pure or hybrid
+	CgroupV2   bool // /sys/fs/cgroup is the unified hierarchy; false: v1, pure or hybrid
+	NSDelegate bool // cgroup v2 was mounted with nsdelegate
 	// CgroupOptions are the options of the cgroup v2 filesystem, for example nsdelegate. The daemon
-	// sets them in a copy of the facts for privileged pods, because an administrator can change
-	// them.
+	// sets them in a copy of the facts for containers that depend on them, because an administrator
+	// can change them.
 	CgroupOptions []string
 
 	Seccomp  bool // seccomp filters
@@ -213,6 +214,7 @@ func (d detector) cgroup(f *Facts, mounts []*mountinfo.Info) error {
 	for _, m := range mounts { // if several mounts are on one directory, the last is on top
 		if m.Mountpoint == cgroupRoot {
 			f.CgroupV2 = m.FSType == "cgroup2"
+			f.NSDelegate = f.CgroupV2 && slices.Contains(strings.Split(m.VFSOptions, ","), "nsdelegate")
 		}
 	}
 	return nil

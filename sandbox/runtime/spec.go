@@ -58,16 +58,9 @@ func (k Launcher) pauseSpec(
 func (k Launcher) containerSpec(
 	ctx context.Context, p *state.Pod, c *state.Container, volumes map[int]string, targetPIDNS string,
 ) (*specs.Spec, error) {
-	options := c.Config.GetLinux().GetSecurityContext().GetNamespaceOptions()
-	if r := p.Runtime; r != nil && !r.CgroupNamespaces && options.GetCgroupnsOptions() != nil {
-		return nil, errdefs.FailedPrecondition("cgroupns_options: %s does not report support for cgroup namespaces", r.Path)
-	}
-	facts := k.facts(ctx, p)
-	if facts.CgroupV2 && p.Config.GetLinux().GetSecurityContext().GetPrivileged() {
-		var err error
-		if facts.CgroupOptions, err = host.CgroupOptions(); err != nil {
-			return nil, fmt.Errorf("find options of the cgroup filesystem: %w", err)
-		}
+	facts, err := k.cgroupFacts(ctx, p, c.Config.GetLinux().GetSecurityContext())
+	if err != nil {
+		return nil, err
 	}
 	spec, err := oci.ContainerSpec(oci.ContainerInput{
 		ID:              c.ID,
@@ -107,8 +100,52 @@ func (k Launcher) containerSpec(
 		return nil, err
 	}
 	raiseOOMScore(spec.Process, k.Node.Host)
+	if oci.WritableCgroups(c.Config.GetLinux().GetSecurityContext()) && p.Mappings == nil {
+		if err := k.protectLimits(p, spec); err != nil {
+			return nil, err
+		}
+	}
 	oci.DropCovered(spec, c.Anonymous, k.Node.Volumes(c.ID))
 	return spec, k.bindDevices(p, c, names, spec)
+}
+
+// cgroupFacts returns the facts for a container. It refuses requests for cgroups that the pod's
+// runtime does not support.
+func (k Launcher) cgroupFacts(
+	ctx context.Context, p *state.Pod, sc *runtimeapi.LinuxContainerSecurityContext,
+) (facts host.Facts, err error) {
+	asked := sc.GetNamespaceOptions().GetCgroupnsOptions() != nil
+	if r := p.Runtime; r != nil {
+		switch {
+		case asked && !r.CgroupNamespaces:
+			return facts, errdefs.FailedPrecondition("cgroupns_options: %s does not report support for cgroup namespaces", r.Path)
+		case oci.WritableCgroups(sc):
+			return facts, errdefs.FailedPrecondition("cgroup_mount_mode: READ_WRITE of an unprivileged container "+
+				"needs berth's own runtime handler, not %s", r.Path)
+		}
+	}
+	facts = k.facts(ctx, p)
+	if facts.CgroupV2 && (asked || oci.WritableCgroups(sc) || p.Config.GetLinux().GetSecurityContext().GetPrivileged()) {
+		if facts.CgroupOptions, err = host.CgroupOptions(); err != nil {
+			return facts, fmt.Errorf("find options of the cgroup filesystem: %w", err)
+		}
+	}
+	return facts, nil
+}
+
+// protectLimits makes the limits of a container's own cgroup read-only in its mount of cgroups. In a
+// user namespace the node's root owns them. Otherwise nsdelegate does not protect them from a process
+// that makes a cgroup namespace in a user namespace of its own.
+func (k Launcher) protectLimits(p *state.Pod, spec *specs.Spec) error {
+	group, err := k.Node.Cgroup(p.CgroupsPath)
+	if err != nil {
+		return err
+	}
+	names, err := group.Undelegated() // the kernel has the same files for the pause and the container
+	for _, name := range names {
+		spec.Linux.ReadonlyPaths = append(spec.Linux.ReadonlyPaths, "/sys/fs/cgroup/"+name)
+	}
+	return err
 }
 
 // raiseOOMScore raises the oom_score_adj of a process to the lowest value that the node permits.

@@ -5,6 +5,8 @@ import (
 	"testing"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/host"
@@ -123,6 +125,29 @@ func TestFacts(t *testing.T) {
 	k.Node.Host.RecursiveReadOnly = false
 	if k.facts(t.Context(), &state.Pod{PodSpec: &state.PodSpec{Runtime: &handler.Runtime{RecursiveReadOnly: true}}}).RecursiveReadOnly {
 		t.Error("a feature is offered that the host lacks")
+	}
+}
+
+// Other runtimes do not make writable mounts of cgroups for unprivileged containers.
+func TestCgroupsOfOtherRuntimes(t *testing.T) {
+	k := Launcher{AppArmor: fakeProfiles{}}
+	asked := &runtimeapi.LinuxContainerSecurityContext{NamespaceOptions: &runtimeapi.NamespaceOption{CgroupnsOptions: &runtimeapi.CgroupNamespace{}}}
+	writable := &runtimeapi.LinuxContainerSecurityContext{CgroupMountMode: runtimeapi.CgroupMountMode_CGROUP_MOUNT_MODE_READ_WRITE}
+	for name, test := range map[string]struct {
+		runtime *handler.Runtime
+		sc      *runtimeapi.LinuxContainerSecurityContext
+		refused bool
+	}{
+		"nothing":              {&handler.Runtime{}, nil, false},
+		"namespace":            {&handler.Runtime{CgroupNamespaces: true}, asked, false},
+		"no namespace":         {&handler.Runtime{}, asked, true},
+		"writable":             {&handler.Runtime{CgroupNamespaces: true}, writable, true},
+		"writable, own launch": {nil, writable, false},
+	} {
+		_, err := k.cgroupFacts(t.Context(), &state.Pod{PodSpec: &state.PodSpec{Runtime: test.runtime}}, test.sc)
+		if (status.Code(err) == codes.FailedPrecondition) != test.refused || (err != nil) != test.refused {
+			t.Errorf("%s: %v", name, err)
+		}
 	}
 }
 

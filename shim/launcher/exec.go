@@ -435,7 +435,11 @@ func (e *execution) killProcesses() error {
 	e.mu.Unlock()
 	switch {
 	case dir != "":
-		return cgroup.KillDir(dir, killTimeout)
+		err := cgroup.KillDir(dir, killTimeout)
+		if proc != nil { // it may have moved to a cgroup that the container has made
+			err = errors.Join(err, ignore(pidfd.Signal(proc, unix.SIGKILL), os.ErrProcessDone))
+		}
+		return err
 	case proc != nil:
 		return pidfd.KillTree(pid, proc) // processes that the container's init has adopted end with the container
 	}

@@ -11,12 +11,14 @@ import (
 	"strings"
 	"time"
 
+	"github.com/opencontainers/cgroups"
 	"github.com/opencontainers/runc/libcontainer"
 	"github.com/opencontainers/runc/libcontainer/configs"
 	"github.com/opencontainers/runc/libcontainer/specconv"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
+	"berth/internal/cgroup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/shim/ociruntime"
@@ -131,7 +133,20 @@ func (b *libcontainerBackend) create() (pid int, err error) {
 	}
 	failpoint.Reach("launcher.init-started")
 	b.endStep("libcontainer start")
+	if err := b.delegateCgroup(); err != nil {
+		return 0, err
+	}
 	return b.process.Pid()
+}
+
+// delegateCgroup gives the cgroup to the container's user, who owns it if the mount is writable.
+// libcontainer does that only with the systemd driver.
+func (b *libcontainerBackend) delegateCgroup() error {
+	dir, owner := b.group.Paths()[""], b.config.Cgroups.OwnerUID
+	if owner == nil || !cgroups.IsCgroup2UnifiedMode() {
+		return nil
+	}
+	return cgroup.Delegate(dir, *owner)
 }
 
 // If a pod's seccomp profile denies system calls of berth's own pause, setPauseFilter replaces it.

@@ -390,6 +390,9 @@ func (b *restoreBackend) admit() error {
 	if err := b.recordInit(); err != nil {
 		return err
 	}
+	if err := b.delegateCgroup(); err != nil {
+		return err
+	}
 	b.endStep("complete the processes")
 	return b.decide() // a repetition would find the files that these processes have changed
 }

@@ -169,7 +169,7 @@ func (a *assembly) newServer(n *node.Node, p parts, settings func() any) *server
 	a.closing.Add("stop the idle trimmer", trimmer.Close)
 	cfg := serverConfig(settings, n, p.network, p.sessions, p.tracing, a.waits)
 	facts := p.pods.HostFacts()
-	cfg.UserNamespaces, cfg.PulledSeccomp = facts.UserNamespaces, facts.Seccomp
+	cfg.UserNamespaces, cfg.PulledSeccomp, cfg.CgroupMounts = facts.UserNamespaces, facts.Seccomp, facts.NSDelegate
 	cfg.Changing = trimmer.Changing
 	cfg.Observer = a.metrics
 	cfg.Names = a.names.Of
