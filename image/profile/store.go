@@ -49,7 +49,8 @@ type Store struct {
 	dir  *record.Dir
 	turn chan struct{} // holds a token while a change is written
 
-	maxRefs, maxBytes int // of all profiles
+	maxRefs  int // of all profiles
+	maxBytes int
 
 	mu sync.Mutex // guards entries, which are replaced and never changed
 	// +checklocks:mu
