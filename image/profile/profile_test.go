@@ -24,10 +24,6 @@ const good = `{"defaultAction":"SCMP_ACT_ERRNO","architectures":["SCMP_ARCH_X86_
 	`"syscalls":[{"names":["read"],"action":"SCMP_ACT_ALLOW",` +
 	`"args":[{"index":0,"value":1,"op":"SCMP_CMP_EQ"}]}]}`
 
-// fewFields is a rule that is longer in its canonical encoding.
-var fewFields = `{"names":["x"],"action":"SCMP_ACT_LOG","args":[` +
-	strings.Repeat(`{"op":"SCMP_CMP_EQ"},`, maxArgs-1) + `{"op":"SCMP_CMP_EQ"}]}`
-
 func TestParse(t *testing.T) {
 	first, err := Parse([]byte(" " + good + "\n"))
 	if err != nil || string(first) != good {
@@ -54,7 +50,7 @@ func TestParse(t *testing.T) {
 		"args":         {`"args":[`, `"args":[` + strings.Repeat(`{"op":"SCMP_CMP_EQ"},`, maxArgs), "7 args"},
 		"rules":        {`[{"names"`, `[` + strings.Repeat(`{},`, maxRules) + `{"names"`, "entries"},
 		"values":       {`{"index"`, strings.Repeat(`{},`, maxValues) + `{"index"`, "JSON values"},
-		"complete":     {`{"names"`, strings.Repeat(fewFields+`,`, maxRules-1) + `{"names"`, "complete form"},
+		"conditions":   {`{"names"`, strings.Repeat(`{"names":["x"],"action":"SCMP_ACT_LOG","args":[{"op":"SCMP_CMP_EQ"}]},`, maxConditions) + `{"names"`, "512 conditions"},
 		"size":         {`{"def`, strings.Repeat(" ", MaxSize) + `{"def`, "bytes"},
 	} {
 		t.Run(name, func(t *testing.T) {
