@@ -228,11 +228,13 @@ func (c *kubeadmCluster) pushTestImages(t *testing.T) {
 	// kubeadm's images have a pause that ends at once.
 	pause := v1.Config{Entrypoint: []string{"/agnhost", "pause"}}
 	agnhost := string(harness.Get(os.ReadFile(kubernetesProgram(t, "agnhost")))(t))
+	// StatefulSets are ready while agnhost serves localhost.crt.
+	agnhostFiles := fixture.Tree{fixture.File("agnhost", 0o755, agnhost), fixture.File("localhost.crt", 0o644, "\n")}
 	for name, image := range map[string]struct {
 		config v1.Config
 		files  fixture.Tree
 	}{
-		"e2e-test-images/agnhost:2.66.1":          {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, fixture.Tree{fixture.File("agnhost", 0o755, agnhost)}},
+		"e2e-test-images/agnhost:2.66.1":          {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, agnhostFiles},
 		"pause:3.10.2":                            {pause, fixture.Tree{fixture.File("agnhost", 0o755, agnhost)}},
 		"e2e-test-images/busybox:1.37.0-2":        {v1.Config{Cmd: []string{"sh"}}, nil},
 		"e2e-test-images/perl:5.26":               {v1.Config{Cmd: []string{"perl"}}, nil},
@@ -241,7 +243,7 @@ func (c *kubeadmCluster) pushTestImages(t *testing.T) {
 		"e2e-test-images/kitten:1.8":              {updateServer, serverFiles("kitten", agnhost)},
 		"e2e-test-images/nautilus:1.8":            {updateServer, serverFiles("nautilus", agnhost)},
 		"e2e-test-images/nonroot:1.5":             {v1.Config{Cmd: []string{"id", "-u"}, User: "1234"}, nil},
-		"e2e-test-images/agnhost:2.55":            {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, fixture.Tree{fixture.File("agnhost", 0o755, agnhost)}},
+		"e2e-test-images/agnhost:2.55":            {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, agnhostFiles},
 		"e2e-test-images/ipc-utils:1.4":           {v1.Config{Cmd: []string{"sh"}}, nil},
 		"e2e-test-images/glibc-dns-testing:2.1.1": {v1.Config{Cmd: []string{"sh"}}, nil},
 	} {
