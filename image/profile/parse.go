@@ -45,7 +45,6 @@ var (
 	}
 	flags = []specs.LinuxSeccompFlag{
 		specs.LinuxSeccompFlagLog, specs.LinuxSeccompFlagSpecAllow,
-		specs.LinuxSeccompFlagWaitKillableRecv,
 	}
 	architectures = []specs.Arch{
 		specs.ArchX86, specs.ArchX86_64, specs.ArchX32, specs.ArchARM, specs.ArchAARCH64,
@@ -119,6 +118,9 @@ func check(p *specs.LinuxSeccomp) error {
 		if err := known("architecture", a, architectures); err != nil {
 			return err
 		}
+	}
+	if p.Flags != nil && len(p.Flags) == 0 { // without the field, runtimes set SPEC_ALLOW
+		return invalid("flags is empty, which an encoding cannot keep")
 	}
 	for _, f := range p.Flags {
 		if err := known("flag", f, flags); err != nil {

@@ -38,6 +38,8 @@ func TestParse(t *testing.T) {
 		"operator":     {"SCMP_CMP_EQ", "SCMP_CMP_X", "operator"},
 		"architecture": {"SCMP_ARCH_X86_64", "SCMP_ARCH_X", "architecture"},
 		"words":        {`["SCMP_ARCH_X86_64"`, `[` + strings.Repeat(`"SCMP_ARCH_X86",`, maxWords) + `"SCMP_ARCH_X86"`, "65 architectures"},
+		"no flags":     {`"syscalls"`, `"flags":[],"syscalls"`, "flags is empty"},
+		"killable":     {`"syscalls"`, `"flags":["SECCOMP_FILTER_FLAG_WAIT_KILLABLE_RECV"],"syscalls"`, "flag"},
 		"flag":         {`"syscalls"`, `"flags":["X"],"syscalls"`, "flag"},
 		"path":         {`"syscalls"`, `"listenerPath":"/x","syscalls"`, "listenerPath"},
 		"metadata":     {`"syscalls"`, `"listenerMetadata":"x","syscalls"`, "listenerPath"},

@@ -97,6 +97,9 @@ func decodeRecord(hash string, body []byte) (entry, error) {
 	if d := digest.FromBytes(e.Profile); d.Encoded() != hash {
 		return entry{}, fmt.Errorf("profile has the digest %s", d)
 	}
+	if err := Confirm(e.Profile); err != nil {
+		return entry{}, err
+	}
 	return e, nil
 }
 

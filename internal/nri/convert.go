@@ -94,7 +94,11 @@ func addSpec(container *api.Container, spec *specs.Spec) {
 		container.Linux.CgroupsPath = l.CgroupsPath
 		container.Linux.Sysctl = maps.Clone(l.Sysctl)
 		if l.Seccomp != nil {
-			container.Linux.SeccompPolicy = api.FromOCILinuxSeccomp(l.Seccomp)
+			policy := api.FromOCILinuxSeccomp(l.Seccomp)
+			if policy.GetListenerPath() == "" {
+				policy.ListenerMetadata = "" // a base profile, which plugins cannot set
+			}
+			container.Linux.SeccompPolicy = policy
 		}
 	}
 }
@@ -147,6 +151,7 @@ func seccompProfile(config *runtimeapi.ContainerConfig) *api.SecurityProfile {
 		runtimeapi.SecurityProfile_RuntimeDefault: api.SecurityProfile_RUNTIME_DEFAULT,
 		runtimeapi.SecurityProfile_Unconfined:     api.SecurityProfile_UNCONFINED,
 		runtimeapi.SecurityProfile_Localhost:      api.SecurityProfile_LOCALHOST,
+		runtimeapi.SecurityProfile_OCI:            api.SecurityProfile_LOCALHOST, // NRI has no such type
 	}
 	return &api.SecurityProfile{ProfileType: kinds[profile.GetProfileType()], LocalhostRef: profile.GetLocalhostRef()}
 }

@@ -190,6 +190,23 @@ func TestAdjustmentsAreRefusedByName(t *testing.T) {
 	}
 }
 
+// A pulled seccomp profile is a custom one, so the option nri.reject protects it. Its base, which the
+// spec has in the listener's metadata, is not shown to plugins, because they cannot set it.
+func TestPulledSeccompProfile(t *testing.T) {
+	t.Parallel()
+	spec := testSpec()
+	spec.Linux.Seccomp = &specs.LinuxSeccomp{DefaultAction: specs.ActAllow, ListenerMetadata: "{}"}
+	c := (&Container{RuntimeSpec: spec, Config: &runtimeapi.ContainerConfig{Linux: &runtimeapi.LinuxContainerConfig{
+		SecurityContext: &runtimeapi.LinuxContainerSecurityContext{
+			Seccomp: &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_OCI, OciRef: "r"}}}}}).api()
+	if kind := c.Linux.SeccompProfile.ProfileType; kind != api.SecurityProfile_LOCALHOST {
+		t.Errorf("its kind is %v", kind)
+	}
+	if p := c.Linux.SeccompPolicy; p.DefaultAction != "SCMP_ACT_ALLOW" || p.ListenerMetadata != "" {
+		t.Errorf("its policy is %v", p)
+	}
+}
+
 // Resources survive the way to plugins and back unchanged.
 func TestResources(t *testing.T) {
 	t.Parallel()

@@ -179,6 +179,9 @@ func pulledProfile(r Profile, defaults SeccompDefaults, files Files, spec *specs
 	if err := json.Unmarshal(body, profile); err != nil {
 		return nil, errdefs.Internal("seccomp: profile %s: %w", r.pulled, err)
 	}
+	if hasListener(profile) { // the store refuses it, too
+		return nil, errdefs.Internal("seccomp: profile %s has a listener", r.pulled)
+	}
 	addPlainDenial(profile)
 	base, err := baseProfile(r.base, defaults, files, spec)
 	if err != nil {
@@ -193,7 +196,11 @@ func baseProfile(b *runtimeapi.SecurityProfileBase, defaults SeccompDefaults, fi
 	*specs.LinuxSeccomp, error,
 ) {
 	if b.GetType() == runtimeapi.SecurityProfileBase_RuntimeDefault {
-		return defaultProfile(defaults, files, spec)
+		base, err := defaultProfile(defaults, files, spec)
+		if err == nil && hasListener(base) {
+			return nil, errdefs.FailedPrecondition("seccomp: the node's default profile has a listener, so it cannot be a base")
+		}
+		return base, err
 	}
 	path := strings.TrimPrefix(b.GetLocalhostRef(), localhostPrefix)
 	base, err := localhostProfile(path, files, spec)
@@ -278,9 +285,13 @@ func parseProfile(body []byte, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
 // calls of other architectures, such as umount. The call has no function since Linux 6.7.
 func addPlainDenial(p *specs.LinuxSeccomp) {
 	const call = "lookup_dcookie"
-	permits := p.DefaultAction == specs.ActAllow || p.DefaultAction == specs.ActLog || p.DefaultAction == specs.ActTrace
-	named := func(s specs.LinuxSyscall) bool { return slices.Contains(s.Names, call) }
-	if !permits || slices.ContainsFunc(p.Syscalls, named) {
+	permits := func(a specs.LinuxSeccompAction) bool {
+		return a == specs.ActAllow || a == specs.ActLog || a == specs.ActTrace
+	}
+	denied := func(s specs.LinuxSyscall) bool {
+		return slices.Contains(s.Names, call) && len(s.Args) == 0 && !permits(s.Action)
+	}
+	if !permits(p.DefaultAction) || slices.ContainsFunc(p.Syscalls, denied) {
 		return
 	}
 	errno := uint(unix.ENOSYS)

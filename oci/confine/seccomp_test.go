@@ -133,6 +133,11 @@ func TestPulledProfileRefused(t *testing.T) {
 	if err := set(p, SeccompDefaults{}, true); err != nil {
 		t.Errorf("privileged: %v", err)
 	}
+	files := profileFiles{"/node": `{"defaultAction":"SCMP_ACT_NOTIFY"}`}
+	err := SetSeccomp(NewProfile(p, ""), SeccompDefaults{File: "/node", Pulled: pulledProfiles}, false, host.Facts{Seccomp: true}, files, aSpec())
+	if errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("a node's profile with a listener as the base: %v", err)
+	}
 	bad := &runtimeapi.SecurityProfile{OciRef: testPulled}
 	if err := set(bad, SeccompDefaults{}, true); errdefs.Code(err) != codes.InvalidArgument {
 		t.Errorf("privileged with a bad request: %v", err)
@@ -151,7 +156,9 @@ func TestPermissiveProfileHasPlainDenial(t *testing.T) {
 		`{"defaultAction":"SCMP_ACT_ALLOW"}`: 1,
 		`{"defaultAction":"SCMP_ACT_LOG"}`:   1,
 		`{"defaultAction":"SCMP_ACT_ERRNO"}`: 0,
-		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[{"names":["lookup_dcookie"],"action":"SCMP_ACT_KILL"}]}`: 1,
+		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[{"names":["lookup_dcookie"],"action":"SCMP_ACT_KILL"}]}`:                               1,
+		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[{"names":["lookup_dcookie"],"action":"SCMP_ACT_ALLOW"}]}`:                              2,
+		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[{"names":["lookup_dcookie"],"action":"SCMP_ACT_KILL","args":[{"op":"SCMP_CMP_EQ"}]}]}`: 2,
 	} {
 		p, err := parseProfile([]byte(body), aSpec())
 		if err != nil || len(p.Syscalls) != want {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"path/filepath"
+	"slices"
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -100,7 +101,7 @@ func (k Launcher) containerSpec(
 		return nil, err
 	}
 	raiseOOMScore(spec.Process, k.Node.Host)
-	if oci.WritableCgroups(c.Config.GetLinux().GetSecurityContext()) && p.Mappings == nil {
+	if oci.WritableCgroups(c.Config.GetLinux().GetSecurityContext()) {
 		if err := k.protectLimits(p, spec); err != nil {
 			return nil, err
 		}
@@ -137,6 +138,12 @@ func (k Launcher) cgroupFacts(
 // user namespace the node's root owns them. Otherwise nsdelegate does not protect them from a process
 // that makes a cgroup namespace in a user namespace of its own.
 func (k Launcher) protectLimits(p *state.Pod, spec *specs.Spec) error {
+	if !slices.Contains(spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.CgroupNamespace}) {
+		return errdefs.FailedPrecondition("cgroup_mount_mode: READ_WRITE, but an NRI plugin has removed the cgroup namespace")
+	}
+	if p.Mappings != nil {
+		return nil
+	}
 	group, err := k.Node.Cgroup(p.CgroupsPath)
 	if err != nil {
 		return err

@@ -1,5 +1,6 @@
-// Package images provides the command `berth image`. Listing, pulling and removing use
-// only CRI and work with any runtime, also for security profiles. The other commands need berth's own service (package admin).
+// Package images provides the command `berth image`. Listing, pulling and removing use only CRI and
+// work with any runtime, also for security profiles. The other commands need berth's own service
+// (package admin).
 package images
 
 import (

@@ -57,6 +57,9 @@ profiles. After --rm the next pod that needs the profile pulls it again.`,
 // removeProfiles removes the profiles of the list whose digests begin so. Each must be one profile.
 func (c *call) removeProfiles(list []securityProfile, digests []string) error {
 	for _, asked := range digests {
+		if strings.TrimPrefix(asked, "sha256:") == "" {
+			return fmt.Errorf("security profile %q: a digest is needed", asked)
+		}
 		var found []string
 		for _, p := range list {
 			if strings.HasPrefix(strings.TrimPrefix(p.Digest, "sha256:"), strings.TrimPrefix(asked, "sha256:")) {

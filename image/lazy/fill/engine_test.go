@@ -397,12 +397,12 @@ func TestNextEngine(t *testing.T) {
 	testutil.Must(t, err)
 	root := mounted(t, w.dir)
 	w.e.Start()
-	testutil.Must(t, w.layer.check(root, os.ReadFile))
-	w.wait(t)
+	w.wait(t) // without readers, whose requests may overlap with those of the filling
 	testutil.Must(t, w.l.Err())
 	if again := w.source.bytes.Load() - before; again >= w.l.x.BlobSize {
 		t.Errorf("%d bytes were requested again of %d", again, w.l.x.BlobSize)
 	}
+	testutil.Must(t, w.layer.check(root, os.ReadFile))
 }
 
 // Closing the Engine or a layer leaves no goroutine and no descriptor, and readers do not get

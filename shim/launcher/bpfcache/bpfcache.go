@@ -67,7 +67,7 @@ func (e *Denied) Error() string {
 func (t *Table) Pass(p *libcontainer.Process, config *configs.Config) error {
 	passed, err := t.pass(p, config)
 	if err == nil && !passed && hasBase(config.Seccomp) { // libcontainer would leave out the base
-		return fmt.Errorf("%w: one of them does not compile, or a startContainer hook is set", ErrNoJoint)
+		return fmt.Errorf("%w: one of them does not compile, or libcontainer would install the filter", ErrNoJoint)
 	}
 	return err
 }
@@ -302,7 +302,8 @@ func profileKey(p *configs.Seccomp) (k key) {
 	}
 	text := func(s string) { number(uint64(len(s))); b = append(b, s...) }
 
-	text(p.ListenerMetadata) // the base
+	text(p.ListenerPath) // without it, the metadata are the base
+	text(p.ListenerMetadata)
 	number(uint64(p.DefaultAction))
 	optional(p.DefaultErrnoRet)
 	number(uint64(len(p.Architectures)))

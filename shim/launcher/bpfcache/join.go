@@ -32,7 +32,7 @@ func baseOf(p *configs.Seccomp) (*configs.Seccomp, error) {
 		err = errors.New("it is empty or has a listener")
 	}
 	if err != nil {
-		return nil, fmt.Errorf("base of a seccomp profile: %w", err)
+		return nil, fmt.Errorf("%w: the base: %w", ErrNoJoint, err)
 	}
 	return config, nil
 }
@@ -122,7 +122,7 @@ func (f *filter) instructions() ([]bpf.RawInstruction, error) {
 	program := f.raw()
 	for _, i := range program {
 		if !slices.Contains(joinable, i.Op) {
-			return nil, fmt.Errorf("join seccomp filters: instruction with the code %#x", i.Op)
+			return nil, fmt.Errorf("%w: instruction with the code %#x", ErrNoJoint, i.Op)
 		}
 	}
 	return program, nil

@@ -60,7 +60,7 @@ func TestProfilesHaveTheirOwnKeys(t *testing.T) {
 	arg := &configs.Arg{Index: 1, Value: 2, ValueTwo: 3, Op: configs.EqualTo}
 	profiles := []configs.Seccomp{
 		{},
-		{DefaultAction: configs.Allow}, {ListenerMetadata: "{}"},
+		{DefaultAction: configs.Allow}, {ListenerMetadata: "{}"}, {ListenerPath: "/x", ListenerMetadata: "{}"}, {ListenerPath: "/x"},
 		{DefaultErrnoRet: &zero}, {DefaultErrnoRet: &one},
 		{Architectures: []string{"a"}}, {Architectures: []string{"a", "b"}}, {Architectures: []string{"ab"}},
 		{Flags: []specs.LinuxSeccompFlag{"a"}}, {Flags: []specs.LinuxSeccompFlag{"a", "b"}},
