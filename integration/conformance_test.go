@@ -70,7 +70,8 @@ func TestConformanceSmoke(t *testing.T) {
 }
 
 // TestConformance runs Kubernetes' conformance suite on two nodes: first the specs that can run
-// beside others, then the serial ones.
+// beside others, then the serial ones. BERTH_CONFORMANCE_FOCUS selects specs by a regular expression
+// instead.
 func TestConformance(t *testing.T) {
 	limit := os.Getenv(conformanceEnv)
 	if limit == "" {
@@ -78,6 +79,10 @@ func TestConformance(t *testing.T) {
 	}
 	c := newConformanceCluster(t)
 	defer c.remove(t)
+	if focus := os.Getenv(conformanceEnv + "_FOCUS"); focus != "" {
+		c.runSpecs(t, "--procs=3", "--focus="+focus, "--timeout="+limit)
+		return
+	}
 	t.Run("Parallel", func(t *testing.T) {
 		c.runSpecs(t, "--procs=3", `--focus=\[Conformance\]`, `--skip=\[Serial\]`, "--timeout="+limit)
 	})
@@ -227,23 +232,31 @@ func (c *kubeadmCluster) pushTestImages(t *testing.T) {
 	base := harness.Get(fixture.NewLayer(harness.Get(os.ReadFile(archive))(t), fixture.Gzip))(t)
 	// kubeadm's images have a pause that ends at once.
 	pause := v1.Config{Entrypoint: []string{"/agnhost", "pause"}}
-	agnhost := string(harness.Get(os.ReadFile(kubernetesProgram(t, "agnhost")))(t))
-	// StatefulSets are ready while agnhost serves localhost.crt.
-	agnhostFiles := fixture.Tree{fixture.File("agnhost", 0o755, agnhost), fixture.File("localhost.crt", 0o644, "\n")}
+	program := func(name string) string { return string(harness.Get(os.ReadFile(kubernetesProgram(t, name)))(t)) }
+	agnhost := program("agnhost")
+	agnhostFiles := fixture.Tree{fixture.File("agnhost", 0o755, agnhost), fixture.Symlink("agnhost-2", "agnhost"),
+		fixture.File("localhost.crt", 0o644, program("localhost.crt")), fixture.File("localhost.key", 0o644, program("localhost.key"))}
+	entrypoint := func(name string) v1.Config { return v1.Config{Entrypoint: []string{"/" + name}} }
 	for name, image := range map[string]struct {
 		config v1.Config
 		files  fixture.Tree
 	}{
-		"e2e-test-images/agnhost:2.66.1":          {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, agnhostFiles},
-		"pause:3.10.2":                            {pause, fixture.Tree{fixture.File("agnhost", 0o755, agnhost)}},
-		"e2e-test-images/busybox:1.37.0-2":        {v1.Config{Cmd: []string{"sh"}}, nil},
-		"e2e-test-images/perl:5.26":               {v1.Config{Cmd: []string{"perl"}}, nil},
-		"e2e-test-images/nginx:1.27.0-2":          {webServer, nginxFiles},
-		"e2e-test-images/nginx:1.28.0-2":          {webServer, nginxFiles},
-		"e2e-test-images/kitten:1.8":              {updateServer, serverFiles("kitten", agnhost)},
-		"e2e-test-images/nautilus:1.8":            {updateServer, serverFiles("nautilus", agnhost)},
-		"e2e-test-images/nonroot:1.5":             {v1.Config{Cmd: []string{"id", "-u"}, User: "1234"}, nil},
-		"e2e-test-images/agnhost:2.55":            {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, agnhostFiles},
+		"e2e-test-images/agnhost:2.66.1":   {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, agnhostFiles},
+		"pause:3.10.2":                     {pause, fixture.Tree{fixture.File("agnhost", 0o755, agnhost)}},
+		"e2e-test-images/busybox:1.37.0-2": {v1.Config{Cmd: []string{"sh"}}, nil},
+		"e2e-test-images/perl:5.26":        {v1.Config{Cmd: []string{"perl"}}, nil},
+		"e2e-test-images/nginx:1.27.0-2":   {webServer, nginxFiles},
+		"e2e-test-images/nginx:1.28.0-2":   {webServer, nginxFiles},
+		"e2e-test-images/kitten:1.8":       {updateServer, serverFiles("kitten", agnhost)},
+		"e2e-test-images/nautilus:1.8":     {updateServer, serverFiles("nautilus", agnhost)},
+		"e2e-test-images/nonroot:1.5":      {v1.Config{Cmd: []string{"id", "-u"}, User: "1234"}, nil},
+		"e2e-test-images/agnhost:2.55":     {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, agnhostFiles},
+		"e2e-test-images/nonewprivs:1.4":   {v1.Config{Cmd: []string{"nnp"}}, fixture.Tree{fixture.File("usr/local/bin/nnp", 0o4755, program("nonewprivs"))}},
+		"e2e-test-images/regression-issue-74839:1.5": {
+			entrypoint("regression-issue-74839"), fixture.Tree{fixture.File("regression-issue-74839", 0o755, program("regression-issue-74839"))}},
+		"e2e-test-images/sample-apiserver:1.29.2": {
+			entrypoint("sample-apiserver"), fixture.Tree{fixture.File("sample-apiserver", 0o755, program("sample-apiserver"))}},
+		"etcd:3.7.0-0":                            {v1.Config{}, fixture.Tree{fixture.File("usr/local/bin/etcd", 0o755, program("etcd"))}},
 		"e2e-test-images/ipc-utils:1.4":           {v1.Config{Cmd: []string{"sh"}}, nil},
 		"e2e-test-images/glibc-dns-testing:2.1.1": {v1.Config{Cmd: []string{"sh"}}, nil},
 	} {
