@@ -50,7 +50,8 @@ func inInnerCgroup(script string) harness.ContainerOption {
 func runInInnerCgroup(t *testing.T, pod *harness.Pod, script string, opts ...harness.ContainerOption) (c *harness.Container, dir string) {
 	t.Helper()
 	c = pod.Run(t, append([]harness.ContainerOption{inInnerCgroup(script), writableCgroups, limitedMemory,
-		harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { // berth's profile forbids user namespaces
+		// Berth's profile forbids user namespaces.
+		harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 			s.Apparmor = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Unconfined}
 		}),
 		harness.Mount(&runtimeapi.Mount{ContainerPath: "/node/usr", HostPath: "/usr", Readonly: true}),
@@ -138,8 +139,8 @@ func testCgroupMountRefusals(t *testing.T, d *harness.Daemon, pod *harness.Pod) 
 	harness.WantCode(t, err, codes.FailedPrecondition, "cgroup_mount_mode", "nsdelegate")
 }
 
-// nested runs a command in mount, cgroup and user namespaces below the container's, with the node's program
-// for it.
+// nested runs a command in mount, cgroup and user namespaces below the container's, with the
+// node's program for it.
 var nested = []string{"/node/lib64/ld-linux-x86-64.so.2", "--library-path", "/node/lib/x86_64-linux-gnu", "/node/usr/bin/unshare",
 	"--user", "--map-root-user", "--cgroup", "--mount"}
 
@@ -155,7 +156,8 @@ func testOwnLimits(t *testing.T, c *harness.Container, dir string) {
 	}
 	before := values()
 	write := "for f in *; do echo max >$f && echo $f; echo 1 >$f && echo $f; done 2>/dev/null; true"
-	uncover := "mkdir -p /tmp/m; umount memory.max; mount -o bind . /tmp/m && cd /tmp/m; " // where nothing covers a file
+	// In the copy of the mount, nothing covers a file.
+	uncover := "mkdir -p /tmp/m; umount memory.max; mount -o bind . /tmp/m && cd /tmp/m; "
 	for _, command := range [][]string{{"sh", "-c", "cd /sys/fs/cgroup; " + write}, append(slices.Clone(nested), "sh", "-c", "cd /sys/fs/cgroup; "+uncover+write)} {
 		written := slices.Compact(strings.Fields(c.Exec(t, command...)))
 		written = slices.DeleteFunc(written, func(file string) bool { return slices.Contains(delegated, file) })

@@ -70,8 +70,8 @@ func TestConformanceSmoke(t *testing.T) {
 }
 
 // TestConformance runs Kubernetes' conformance suite on two nodes: first the specs that can run
-// beside others, then the serial ones. BERTH_CONFORMANCE_FOCUS selects specs by a regular expression
-// instead.
+// beside others, then the serial ones. BERTH_CONFORMANCE_FOCUS selects specs by a regular
+// expression instead.
 func TestConformance(t *testing.T) {
 	limit := os.Getenv(conformanceEnv)
 	if limit == "" {

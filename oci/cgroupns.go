@@ -48,8 +48,8 @@ func checkCgroupView(in ContainerInput) error {
 	}
 }
 
-// checkWritableCgroups refuses a writable mount on a node where the kernel does not keep a container
-// from changing its own limits.
+// checkWritableCgroups refuses a writable mount on a node where the kernel does not keep a
+// container from changing its own limits.
 func checkWritableCgroups(in ContainerInput) error {
 	switch {
 	case !in.Host.CgroupV2:

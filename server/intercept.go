@@ -34,7 +34,8 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 		}
 		call := call{method: info.FullMethod, failed: err, attrs: slices.Concat(ids(req), ids(resp), named.Attrs())}
 		switch req.(type) {
-		case *runtimeapi.PullImageRequest, *runtimeapi.PullSecurityProfileRequest: // kubelet reads the beginning of a pull's error
+		// Kubelet reads the beginning of a pull's error.
+		case *runtimeapi.PullImageRequest, *runtimeapi.PullSecurityProfileRequest:
 		default:
 			err = named.Explain(err)
 		}

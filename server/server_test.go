@@ -179,7 +179,8 @@ func TestRequestsHaveNames(t *testing.T) {
 	}
 }
 
-// wantMessage checks the whole text of an error with the code Unknown. kubelet compares its beginning.
+// wantMessage checks the whole text of an error with the code Unknown. kubelet compares its
+// beginning.
 func wantMessage(t *testing.T, err error, text string) {
 	t.Helper()
 	if s := status.Convert(err); s.Code() != codes.Unknown || s.Message() != text {

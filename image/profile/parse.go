@@ -83,9 +83,9 @@ func Parse(data []byte) ([]byte, error) {
 }
 
 // Confirm returns an error unless Parse would return data for it. The daemon checks so the answer
-// of a process that ran Parse, which may have been compromised. It runs the decoder of Parse itself,
-// but Go's decoder is memory-safe, and Parse limits bytes and values. What may exhaust memory or
-// time by a fault in it has met the limits of the process first.
+// of a process that ran Parse, which may have been compromised. It runs the decoder of Parse
+// itself, but Go's decoder is memory-safe, and Parse limits bytes and values. What may exhaust
+// memory or time by a fault in it has met the limits of the process first.
 func Confirm(data []byte) error {
 	again, err := Parse(data)
 	if err == nil && !bytes.Equal(again, data) {

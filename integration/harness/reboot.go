@@ -41,8 +41,8 @@ func (d *Daemon) LosePower(t *testing.T) {
 	}
 }
 
-// losePlugins kills the CNI plugins that still run and removes their cgroups, which the notes in the
-// state directory name. LosePower can come while a plugin runs that has done all of its work.
+// losePlugins kills the CNI plugins that still run and removes their cgroups, which the notes in
+// the state directory name. LosePower can come while a plugin runs that has done all of its work.
 func (d *Daemon) losePlugins(t *testing.T) {
 	t.Helper()
 	dir := node.CNIRunDir(&config.Config{State: d.State})

@@ -190,8 +190,8 @@ func TestAdjustmentsAreRefusedByName(t *testing.T) {
 	}
 }
 
-// A pulled seccomp profile is a custom one, so the option nri.reject protects it. Its base, which the
-// spec has in the listener's metadata, is not shown to plugins, because they cannot set it.
+// A pulled seccomp profile is a custom one, so the option nri.reject protects it. Its base, which
+// the spec has in the listener's metadata, is not shown to plugins, because they cannot set it.
 func TestPulledSeccompProfile(t *testing.T) {
 	t.Parallel()
 	spec := testSpec()

@@ -117,8 +117,8 @@ func (r Profile) checkOCI(field string) error {
 type SeccompDefaults struct {
 	File  string // profile of RuntimeDefault; empty: the built-in profile
 	Unset bool   // RuntimeDefault also applies if there is no request
-	// Pulled returns the JSON of a pulled profile, or NotFound. It is nil if the pod's runtime cannot
-	// use such profiles.
+	// Pulled returns the JSON of a pulled profile, or NotFound. It is nil if the pod's runtime
+	// cannot use such profiles.
 	Pulled func(ref string) ([]byte, error)
 }
 

@@ -134,9 +134,9 @@ func (k Launcher) cgroupFacts(
 	return facts, nil
 }
 
-// protectLimits makes the limits of a container's own cgroup read-only in its mount of cgroups. In a
-// user namespace the node's root owns them. Otherwise nsdelegate does not protect them from a process
-// that makes a cgroup namespace in a user namespace of its own.
+// protectLimits makes the limits of a container's own cgroup read-only in its mount of cgroups. In
+// a user namespace the node's root owns them. Otherwise nsdelegate does not protect them from a
+// process that makes a cgroup namespace in a user namespace of its own.
 func (k Launcher) protectLimits(p *state.Pod, spec *specs.Spec) error {
 	if !slices.Contains(spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.CgroupNamespace}) {
 		return errdefs.FailedPrecondition("cgroup_mount_mode: READ_WRITE, but an NRI plugin has removed the cgroup namespace")

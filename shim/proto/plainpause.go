@@ -136,7 +136,8 @@ func allowsPause(profile *specs.LinuxSeccomp) bool {
 	if profile == nil {
 		return true
 	}
-	if profile.ListenerPath != "" || profile.ListenerMetadata != "" { // without a path it is a base profile
+	// Metadata without a path are a base profile.
+	if profile.ListenerPath != "" || profile.ListenerMetadata != "" {
 		return false
 	}
 	for _, name := range PauseSyscalls {

@@ -13,9 +13,9 @@ import (
 
 // CheckProfile checks a seccomp profile in a separate process, and returns its canonical encoding.
 // dir becomes the root directory of the process. A refused profile is InvalidArgument with the
-// prefix SecurityProfileInvalid. The error is Unavailable if the process gave no answer in time, and
-// Internal if its answer is not what profile.Parse returns. Only one check runs at a time, because
-// a hostile profile takes much memory.
+// prefix SecurityProfileInvalid. The error is Unavailable if the process gave no answer in time,
+// and Internal if its answer is not what profile.Parse returns. Only one check runs at a time,
+// because a hostile profile takes much memory.
 func (p *Program) CheckProfile(ctx context.Context, dir string, data []byte) ([]byte, error) {
 	root, err := os.Open(dir)
 	if err != nil {

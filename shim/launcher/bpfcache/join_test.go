@@ -65,7 +65,8 @@ func randomProfile(r *rand.Rand) *specs.LinuxSeccomp {
 	return p
 }
 
-// compilable returns a profile's filter, or nil if libseccomp refuses two conditions of it together.
+// compilable returns a profile's filter, or nil if libseccomp refuses two conditions of it
+// together.
 func compilable(t *testing.T, profile *specs.LinuxSeccomp) *filter {
 	t.Helper()
 	f, err := compile(libcontainers(t, profile))
