@@ -103,7 +103,7 @@ func KillAndDestroy(ctx context.Context, id, dir string, group *cgroup.Group) er
 	if deleteErr != nil { // perhaps because processes were still running, which are now dead
 		deleteErr = r.Delete(ctx, id)
 	}
-	if errors.Is(deleteErr, fs.ErrNotExist) && !r.Sandboxed {
+	if errors.Is(deleteErr, fs.ErrNotExist) && !r.Parent() {
 		deleteErr = nil // the runtime was uninstalled; its files are removed with the pod
 	}
 	if deleteErr != nil {

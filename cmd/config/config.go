@@ -56,6 +56,7 @@ type Config struct {
 	MaxLogLine    int      `key:"container.max_log_line" old:"max_log_line" default:"16384" min:"256" max:"1048576" doc:"Maximum length in bytes of a line in a container's log. Longer lines are split and tagged as partial. The container's monitor keeps up to this much of an unfinished line in memory."`
 	IdleLaunchers int      `key:"container.idle_launchers" old:"idle_launchers" default:"2" min:"0" doc:"Number of processes that wait ready to start a container. Each saves about 20 ms of a start and uses a few MB of memory."`
 	ShimPath      string   `key:"container.shim_path" old:"shim_path" path:"optional" doc:"Path of the program berth-shim. Empty: beside the program berthd, else in PATH."`
+	TaskPath      string   `key:"container.task_path" path:"optional" doc:"Path of the program berth-task, which calls the shims of handlers. Empty: beside the program berthd, else in PATH."`
 	StatsPeriod   Duration `key:"container.stats_period" old:"stats_period" default:"10s" min:"100ms" doc:"Interval for counting a container's writable layer and open files. Slow counts run less often. If no client asks for the figures of a container, its interval is 30 times as long. All other statistics are read on request."`
 
 	DefaultEnv     []string `key:"container.default_env" doc:"Environment variables of all containers, in the form NAME=VALUE. Variables of images and pods replace them."`
@@ -168,9 +169,11 @@ type Config struct {
 
 // Handler is one of the tables [handlers.NAME].
 type Handler struct {
-	Path        string   `key:"path" path:"optional" example:"\"/usr/bin/crun\"" doc:"OCI runtime with runc's command line, such as crun or gVisor's runsc. Its features are read with the command features. Empty: the built-in runtime."`
+	Type        string   `key:"type" default:"oci" oneof:"oci,shim" doc:"What the program at path is: oci, an OCI runtime with runc's command line, or shim, a shim of containerd's task API, such as Kata's."`
+	Path        string   `key:"path" path:"optional" example:"\"/usr/bin/crun\"" doc:"OCI runtime, such as crun or gVisor's runsc, or a shim, such as /usr/local/bin/containerd-shim-kata-v2. Its features are read. Empty: the built-in runtime."`
 	Annotations []string `key:"annotations" example:"[\"io.katacontainers.*\"]" doc:"Names of annotations of pods and containers that the runtime gets; * stands for any characters. Without a list it gets none. Some annotations change what a container may do."`
 	Args        []string `key:"args" example:"[\"--debug\"]" doc:"Options in front of every command. berth adds --root, --log, --log-format and --systemd-cgroup by itself."`
+	Options     []string `key:"options" example:"[\"ConfigPath=/opt/kata/share/defaults/kata-containers/configuration.toml\"]" doc:"Options of a shim: a list of NAME=VALUE, with the names that containerd's configuration uses. For runc's shim these are BinaryName, Root and others, for all other shims TypeUrl, ConfigPath and ConfigBody."`
 }
 
 // BuiltinHandler is the name of the built-in runtime handler.

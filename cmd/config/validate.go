@@ -99,6 +99,12 @@ func (c *Config) checkHandlers(where func(key string) string) []error {
 			)
 		case h.Path == "" && len(h.Args) > 0:
 			all = append(all, fmt.Errorf("%s: the built-in runtime takes no options; is a path missing?", where(key+".args")))
+		case h.Path == "" && (h.Type == "shim" || len(h.Options) > 0):
+			all = append(all, fmt.Errorf("%s: a shim needs a path", where(key)))
+		case h.Type == "shim" && len(h.Args) > 0:
+			all = append(all, fmt.Errorf("%s: a shim takes no arguments, but options", where(key+".args")))
+		case h.Type != "shim" && len(h.Options) > 0:
+			all = append(all, fmt.Errorf("%s: only a shim has options; is type = \"shim\" missing?", where(key+".options")))
 		case h.Path == "" && len(h.Annotations) > 0:
 			all = append(all, fmt.Errorf("%s: the built-in runtime takes no annotations; is a path missing?",
 				where(key+".annotations")))

@@ -29,15 +29,31 @@ import (
 
 // Config is the configuration of one runtime handler.
 type Config struct {
-	Path string   // binary of an OCI runtime; empty: the built-in runtime
-	Args []string // global options, before the command
+	Path string   // binary of an OCI runtime or of a shim; empty: the built-in runtime
+	Args []string // global options, before the command; of a shim: none
+	// Task is the path of berth-task, which calls the shim at Path. Empty: Path is an OCI runtime.
+	Task    string
+	Options []string // of the shim: NAME=VALUE
 	// Annotations are the names of the annotations that pods and containers pass to the runtime.
 	// "*" stands for any characters.
 	Annotations []string
 }
 
 func (c Config) equal(other Config) bool {
-	return c.Path == other.Path && slices.Equal(c.Args, other.Args) && slices.Equal(c.Annotations, other.Annotations)
+	return c.Path == other.Path && c.Task == other.Task && slices.Equal(c.Options, other.Options) &&
+		slices.Equal(c.Args, other.Args) && slices.Equal(c.Annotations, other.Annotations)
+}
+
+// Program returns the program with the command line of an OCI runtime, and its global options.
+func (c Config) Program() (path string, args []string) {
+	if c.Task == "" {
+		return c.Path, c.Args
+	}
+	args = []string{"--shim", c.Path}
+	for _, option := range c.Options {
+		args = append(args, "--option", option)
+	}
+	return c.Task, args
 }
 
 // Info describes a runtime handler.
@@ -187,7 +203,8 @@ func (h *Handler) probe(ctx context.Context) (ociruntime.Capabilities, error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, probeTimeout)
 	defer cancel()
-	can, err := ociruntime.Probe(ctx, h.config.Path, h.config.Args)
+	path, args := h.config.Program()
+	can, err := ociruntime.Probe(ctx, path, args)
 	h.found.Store(&probe{file: file, can: can, err: err})
 	if err != nil {
 		return can, errdefs.FailedPrecondition("runtime handler %q: %w", h.name, err)
@@ -239,9 +256,10 @@ func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userN
 		return nil, errdefs.FailedPrecondition("runtime handler %q: %s does not report support for user namespaces",
 			h.name, h.config.Path)
 	}
+	path, args := h.config.Program()
 	return &Runtime{
-		Runtime: ociruntime.Runtime{Path: h.config.Path, Args: h.config.Args, Root: root,
-			SystemdCgroup: systemdCgroup, Sandboxed: can.Sandboxed, SubCgroups: can.SubCgroups,
+		Runtime: ociruntime.Runtime{Path: path, Args: args, Root: root,
+			SystemdCgroup: systemdCgroup, Sandboxed: can.Sandboxed, TaskAPI: h.config.Task != "", SubCgroups: can.SubCgroups,
 			Version: can.Version},
 		RecursiveReadOnly: can.RecursiveReadOnly, IDMappedMounts: can.UserNamespaces, CgroupNamespaces: can.CgroupNamespaces,
 		Annotations: h.config.Annotations,
@@ -277,7 +295,7 @@ func (r *Runtime) Annotate(spec *specs.Spec, kind, podID, name string, requested
 		}
 	}
 	spec.Annotations[containerTypeAnnotation], spec.Annotations[sandboxIDAnnotation] = kind, podID
-	if name != "" && r.Sandboxed {
+	if name != "" && r.Parent() {
 		spec.Annotations[containerNameAnnotation] = name
 	}
 	if r.SystemdCgroup {

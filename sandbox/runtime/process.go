@@ -101,8 +101,8 @@ func (k Processes) writeExit(ctx context.Context, id, cgroupsPath string, r *oci
 	if _, err := shim.ReadExit(k.Node.Shim(id)); err == nil {
 		return nil
 	}
-	if r != nil && r.Sandboxed {
-		return errors.New("only the shim can read the runtime's exit code") // run.Init is "runsc wait", which always exits with 0
+	if r != nil && r.Parent() {
+		return errors.New("only the shim can read the runtime's exit code") // run.Init is "runsc wait" or berth-task, which exit with 0
 	}
 	if run.Init == nil {
 		return errors.New("its init exited earlier")
@@ -137,7 +137,7 @@ func (k Processes) writeExit(ctx context.Context, id, cgroupsPath string, r *oci
 // Signal sends a signal to the init of a container. r is its runtime, nil for libcontainer. A
 // sandboxing runtime sends the signal itself. An exited init is no error.
 func (k Processes) Signal(ctx context.Context, id string, r *ociruntime.Runtime, run *Running, sig unix.Signal) error {
-	if r == nil || !r.Sandboxed || run.HasEnded() {
+	if r == nil || !r.Parent() || run.HasEnded() {
 		return run.signal(sig)
 	}
 	ctx, cancel := context.WithTimeout(ctx, KillTimeout)

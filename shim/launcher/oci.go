@@ -5,8 +5,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -28,10 +30,15 @@ import (
 type ociBackend struct {
 	*launch
 	streams *ociStreams // of a container that joins a sandbox, from create to execute
+
+	// Of a TaskAPI runtime.
+	attendant *exec.Cmd
+	verdict   *os.File
 }
 
-// joinsSandbox returns whether the container runs in the sandbox that its pause has created.
-func (b *ociBackend) joinsSandbox() bool { return b.Runtime.Sandboxed && b.Pause == "" }
+// joinsSandbox returns whether the container is made in the runtime's process that its pause has
+// started.
+func (b *ociBackend) joinsSandbox() bool { return b.Runtime.Parent() && b.Pause == "" }
 
 func (b *ociBackend) prepare() error {
 	if len(b.Spec.Process.Args) == 0 {
@@ -87,9 +94,13 @@ func (b *ociBackend) create() (pid int, err error) {
 	b.undo.Add("destroy container "+b.ID, b.destroy)
 	if b.joinsSandbox() {
 		b.streams = streams
-		streams = &ociStreams{IO: ociruntime.IO{ConsoleSocket: streams.ConsoleSocket}}
+		if !b.Runtime.TaskAPI {
+			streams = &ociStreams{IO: ociruntime.IO{ConsoleSocket: streams.ConsoleSocket}}
+		}
 	}
-	defer streams.close()
+	if b.streams == nil {
+		defer streams.close()
+	}
 	failpoint.Reach("launcher.program-create")
 	err = adopting(b.inheritsOrphans(), func() (err error) {
 		pid, err = b.Runtime.Create(b.ctx, b.ID, b.Dir, streams.IO)
@@ -146,12 +157,17 @@ func (b *ociBackend) execute() error {
 			streams = b.streams.IO
 		}
 		err := adopting(b.inheritsOrphans(), func() error {
-			return withSlackRestored(func() error { return b.begin(streams) })
+			return withSlackRestored(func() error {
+				if b.Runtime.TaskAPI && b.streams != nil {
+					return b.attend(streams)
+				}
+				return b.begin(streams)
+			})
 		})
 		done <- nameCommand(b.Spec.Process, err)
 	}()
 	err := <-done
-	if err == nil && !b.Runtime.Sandboxed { // gVisor returns when the command runs
+	if err == nil && !b.Runtime.Parent() { // gVisor and shims return when the command runs
 		err = b.explainNotExecuted(b.awaitCommand(b.ociWaitPolicy()))
 	}
 	if b.streams == nil {
@@ -194,7 +210,38 @@ func (b *ociBackend) begin(streams ociruntime.IO) error {
 	return proto.Errorf(proto.FailedPrecondition, "restore from the checkpoint: %v", err)
 }
 
+// attend starts the container of a TaskAPI runtime. The process that starts it also follows it.
+func (b *ociBackend) attend(streams ociruntime.IO) (err error) {
+	verdict, ours, err := pipe("verdict")
+	if err != nil {
+		return err
+	}
+	defer verdict.Close()
+	b.verdict = ours
+	b.undo.Add("close the verdict", ours.Close)
+	w, r, err := pipe("started")
+	if err != nil {
+		return err
+	}
+	defer r.Close()
+	cmd := b.Runtime.Attend(b.ID, b.Dir, streams, verdict, w)
+	failpoint.Reach("launcher.start-waiter")
+	if err := errors.Join(cmd.Start(), w.Close()); err != nil {
+		return err
+	}
+	failpoint.Reach("launcher.waiter-started")
+	b.attendant = cmd
+	answer, err := io.ReadAll(r)
+	if err != nil {
+		return err
+	}
+	return b.Runtime.Attended(b.Dir, answer)
+}
+
 func (b *ociBackend) follow() (pid int, verdict *os.File, err error) {
+	if b.attendant != nil {
+		return b.attendant.Process.Pid, b.verdict, nil
+	}
 	w, verdict, err := pipe("verdict")
 	if err != nil {
 		return 0, nil, err
@@ -449,9 +496,9 @@ func (e *ociExec) initRuns() bool {
 }
 
 // makeCgroup creates the exec's own cgroup. If the runtime can start the process in this cgroup,
-// makeCgroup returns the cgroup's name. Execs in a sandbox have no cgroup.
+// makeCgroup returns the cgroup's name. Execs of a runtime that is their parent have no cgroup.
 func (e *ociExec) makeCgroup(bundle ociruntime.Bundle) (name string) {
-	if e.Runtime.Sandboxed {
+	if e.Runtime.Parent() {
 		return ""
 	}
 	group, err := cgroup.Open(bundle.CgroupsPath, e.Runtime.SystemdCgroup)
@@ -505,7 +552,7 @@ func (e *ociExec) wait() (*os.ProcessState, error) {
 // kill uses the runtime to kill a process in a sandbox.
 func (e *ociExec) kill() error {
 	e.giveUp()
-	if !e.Runtime.Sandboxed {
+	if !e.Runtime.Parent() {
 		return e.killProcesses()
 	}
 	internal := int(e.internal.Load())

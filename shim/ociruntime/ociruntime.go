@@ -2,12 +2,14 @@
 // runsc share. Launchers create, start and exec with it. The daemon signals and deletes, because
 // containers outlive their launchers. The package links few others, to keep launchers small.
 //
-// # Two kinds
+// # Three kinds
 //
 // With most runtimes a container's processes are processes of the host, in the container's cgroup.
 // With gVisor they run in one sandbox per pod, and the host does not see them. Such a runtime is
 // Sandboxed: it has commands to wait for a container and to signal a process in it. Probe detects
-// the kind of a runtime.
+// these two kinds. The third is the program berth-task, which calls a shim with containerd's task
+// API (TaskAPI). The shim is the parent of the containers' processes. The shim decides whether they
+// are Sandboxed.
 package ociruntime
 
 import (
@@ -43,9 +45,14 @@ type Runtime struct {
 	Root          string   `json:"root"`           // where the runtime keeps its state; the containers of a pod share it
 	SystemdCgroup bool     `json:"systemdCgroup,omitempty"`
 	Sandboxed     bool     `json:"sandboxed,omitempty"`  // see the package's comment
+	TaskAPI       bool     `json:"taskAPI,omitempty"`    // it is berth-task
 	SubCgroups    bool     `json:"subCgroups,omitempty"` // it can put an exec into a cgroup below the container's
 	Version       string   `json:"version,omitempty"`    // see Capabilities; empty: recorded by an older berth
 }
+
+// Parent reports whether the container's init is a child of the runtime's process, not of berth's.
+// Then the runtime reports the exit, and sends signals.
+func (r *Runtime) Parent() bool { return r.Sandboxed || r.TaskAPI }
 
 // Error is the message of a failed command of a runtime.
 type Error struct {
@@ -103,8 +110,8 @@ func (r *Runtime) begin(ctx context.Context, bundle string, streams IO, args ...
 }
 
 // Exec starts a process in a running container, described by process.json in dir. It returns the
-// process. For a Sandboxed runtime, pid is a process on the host that ends together with the
-// container's process. internal is that process's PID in the sandbox. cgroup is the name of a
+// process. For a runtime that is its Parent, pid is a process on the host that ends together with
+// the container's process. internal is what KillExec needs. cgroup is the name of a
 // cgroup below the container's. Only runtimes with SubCgroups support it, on cgroup v2. If it is
 // empty, the container's cgroup is used.
 func (r *Runtime) Exec(ctx context.Context, id, dir, cgroup string, streams IO) (pid, internal int, err error) {
@@ -114,7 +121,7 @@ func (r *Runtime) Exec(ctx context.Context, id, dir, cgroup string, streams IO) 
 		"--process", filepath.Join(dir, ProcessFile),
 		"--pid-file", filepath.Join(dir, pidFile),
 	}
-	if r.Sandboxed {
+	if r.Parent() {
 		args = append(args, "--internal-pid-file", filepath.Join(dir, internalPIDFile))
 	}
 	if cgroup != "" {
@@ -123,7 +130,7 @@ func (r *Runtime) Exec(ctx context.Context, id, dir, cgroup string, streams IO) 
 	if err := r.runWith(ctx, dir, streams, append(args, streams.args()...), id); err != nil {
 		return 0, 0, err
 	}
-	if r.Sandboxed {
+	if r.Parent() {
 		if internal, err = readPID(filepath.Join(dir, internalPIDFile)); err != nil {
 			return 0, 0, err
 		}
@@ -153,6 +160,38 @@ func (r *Runtime) Waiter(id string, stdout *os.File) *exec.Cmd {
 	return cmd
 }
 
+// Attend returns the command that starts a created container of a TaskAPI runtime, copies its
+// streams, and exits when the container has ended. Before, it writes what Waiter's command writes to
+// verdict. It writes "ok" to started when the container runs. The message of an error is in the
+// bundle's log, see Attended.
+func (r *Runtime) Attend(id, bundle string, streams IO, verdict, started *os.File) *exec.Cmd {
+	args := append([]string{"run"}, streams.args()...)
+	cmd := r.command(context.Background(), filepath.Join(bundle, logFile), append(args, id)...) // it outlives the process that starts it
+	// The assignments of a nil *os.File would not be nil.
+	if streams.Stdin != nil {
+		cmd.Stdin = streams.Stdin
+	}
+	if streams.Stdout != nil {
+		cmd.Stdout = streams.Stdout
+	}
+	if streams.Stderr != nil {
+		cmd.Stderr = streams.Stderr
+	}
+	cmd.ExtraFiles = []*os.File{verdict, started}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	return cmd
+}
+
+// Attended returns the error of a command Attend that has written answer to started, and removes
+// its log.
+func (r *Runtime) Attended(bundle string, answer []byte) (err error) {
+	defer r.cleanBundle(bundle, &err)
+	if string(answer) == "ok" {
+		return nil
+	}
+	return r.failure("run", lastError(filepath.Join(bundle, logFile)), errors.New("it ended early"))
+}
+
 // Kill sends a signal to a container's init. It succeeds if the container has ended.
 func (r *Runtime) Kill(ctx context.Context, id string, sig unix.Signal) error {
 	err := r.run(ctx, "kill", id, strconv.Itoa(int(sig)))
@@ -176,8 +215,8 @@ func (r *Runtime) ended(ctx context.Context, id string) bool {
 	return json.Unmarshal(out.Bytes(), &state) == nil && state.Status == "stopped"
 }
 
-// KillExec kills a process that Exec has started with a Sandboxed runtime, and its
-// process group.
+// KillExec kills a process that Exec has started with a runtime that is its Parent, and its process
+// group.
 func (r *Runtime) KillExec(ctx context.Context, id string, internal int) error {
 	group := r.run(ctx, "kill", "--pgid", strconv.Itoa(internal), id, strconv.Itoa(int(unix.SIGKILL)))
 	if group == nil {

@@ -567,8 +567,15 @@ func containerDefaults(cfg *config.Config) oci.Defaults {
 
 func handlers(cfg *config.Config) map[string]handler.Config {
 	all := map[string]handler.Config{}
+	task, err := node.FindTask(cfg.TaskPath)
+	if err != nil {
+		task = "berth-task" // a handler that needs it reports that it is missing
+	}
 	for name, h := range cfg.Handlers {
 		all[name] = handler.Config{Path: h.Path, Args: h.Args, Annotations: h.Annotations}
+		if h.Type == "shim" {
+			all[name] = handler.Config{Path: h.Path, Task: task, Options: h.Options, Annotations: h.Annotations}
+		}
 	}
 	return all
 }

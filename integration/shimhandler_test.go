@@ -1,0 +1,184 @@
+package integration
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+	"berth/integration/machine"
+)
+
+// runcShim returns the path of containerd's shim for runc, and an option with the path of runc.
+func runcShim(t *testing.T) (path, option string) {
+	t.Helper()
+	dir := os.Getenv(containerdEnv)
+	if dir == "" {
+		t.Skipf("NOT TESTED: %s is not set: export %[1]s=$(integration/containerd/build)", containerdEnv)
+	}
+	return filepath.Join(dir, "containerd-shim-runc-v2"), "BinaryName=" + filepath.Join(dir, "runc")
+}
+
+// withRuncShim configures the handler "shim".
+func withRuncShim(t *testing.T) harness.DaemonOption {
+	t.Helper()
+	path, option := runcShim(t)
+	return harness.WithConfig("[handlers.shim]", `type = "shim"`, fmt.Sprintf("path = %q", path), fmt.Sprintf("options = [%q]", option))
+}
+
+// shimInit returns the init of a container of runc's shim, which writes it to its bundle.
+func shimInit(t *testing.T, d *harness.Daemon, c *harness.Container) int {
+	t.Helper()
+	text := string(harness.Get(os.ReadFile(filepath.Join(d.State, "c", c.Id, "init.pid")))(t))
+	return harness.Get(strconv.Atoi(strings.TrimSpace(text)))(t)
+}
+
+// shimPID returns the shim of a pod.
+func shimPID(t *testing.T, d *harness.Daemon, pod *harness.Pod) int {
+	t.Helper()
+	var record struct{ PID int }
+	harness.Must(t, json.Unmarshal(harness.Get(os.ReadFile(filepath.Join(d.State, "oci", pod.Id, "shim.json")))(t), &record))
+	return record.PID
+}
+
+// A pod whose containers containerd's shim runs.
+func TestShim(t *testing.T) {
+	d := harness.StartDaemon(t, withRuncShim(t))
+	announced, problems := handlersOf(t, d)
+	if !announced["shim"].GetRecursiveReadOnlyMounts() || problems["shim"] != "" {
+		t.Errorf("the handler announces %v, with problem %q", announced["shim"], problems["shim"])
+	}
+	pod := runPodWith(t, d, "shim")
+	t.Run("lifecycle", func(t *testing.T) {
+		c := pod.Run(t, harness.Script("trap 'echo bye; exit 7' TERM; echo hello; echo oops >&2; while :; do sleep 0.02; done"))
+		c.WaitOutput(t, "hello")
+		harness.Equal(t, "exec", c.Exec(t, "sh", "-c", "echo in; exec echo $0", "x"), "in\nx")
+		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "exit 3"}, 0)
+		harness.Equal(t, "exit code of an exec", harness.ExitCode(err), 3)
+		_, _, err = d.Cri.ExecSync(t.Context(), c.Id, []string{"no-such-command"}, 0)
+		harness.WantCode(t, err, codes.InvalidArgument, "no-such-command")
+		c.Stop(t, 10)
+		harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 7)
+		if out := c.Output(t); !harness.Contains(out, "bye") || !harness.Contains(out, "oops") {
+			t.Errorf("the log is %q", out)
+		}
+	})
+	t.Run("short output", func(t *testing.T) {
+		for i := range 10 {
+			c, status := pod.RunToEnd(t, harness.Script(fmt.Sprintf("echo line %d; exit %d", i, i)))
+			harness.Equal(t, "exit code", status.ExitCode, int32(i))
+			harness.Equal(t, "output", c.Output(t), fmt.Sprintf("line %d\n", i))
+		}
+	})
+	t.Run("long output", func(t *testing.T) {
+		c, _ := pod.RunToEnd(t, harness.Script("seq 200000"))
+		if lines := strings.Count(c.Output(t), "\n"); lines != 200000 {
+			t.Errorf("the log has %d lines, want 200000", lines)
+		}
+	})
+	t.Run("kill", func(t *testing.T) {
+		c := pod.Run(t, harness.Script("trap '' TERM; sleep 1000 & sleep 1000"))
+		c.Stop(t, 0)
+		harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
+	})
+	t.Run("bad command", func(t *testing.T) {
+		c := pod.Create(t, harness.Command("/no/such/program"))
+		harness.WantCode(t, d.Cri.StartContainer(t.Context(), c.Id), codes.InvalidArgument, "/no/such/program")
+		harness.Equal(t, "reason", c.Status(t).Reason, "StartError")
+	})
+	t.Run("OOM", func(t *testing.T) {
+		_, status := pod.RunToEnd(t, harness.Command("tail", "/dev/zero"), harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 16 << 20 }))
+		harness.Equal(t, "reason", status.Reason, "OOMKilled")
+	})
+	t.Run("update", func(t *testing.T) {
+		c := pod.Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
+		harness.Must(t, d.Cri.UpdateContainerResources(t.Context(), c.Id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20}}))
+		memory, _ := limitsOf(t, c)
+		harness.Equal(t, "memory limit", memory, "134217728")
+	})
+	t.Run("statistics", func(t *testing.T) {
+		c := pod.Run(t)
+		stats := harness.Get(d.Cri.ContainerStats(t.Context(), c.Id))(t)
+		if stats.GetMemory().GetWorkingSetBytes().GetValue() == 0 {
+			t.Errorf("no memory in %v", stats)
+		}
+	})
+	t.Run("namespaces", func(t *testing.T) {
+		c := pod.Run(t)
+		harness.Equal(t, "address", c.Exec(t, "hostname", "-i"), pod.Ip(t))
+		if out := c.Exec(t, "ps", "-o", "pid,comm"); len(strings.Split(out, "\n")) != 3 {
+			t.Errorf("other processes are visible: %s", out)
+		}
+	})
+	t.Run("terminal", func(t *testing.T) {
+		c := pod.Run(t, harness.Script("[ -t 0 ] && echo terminal; exec sleep 1000"), func(c *runtimeapi.ContainerConfig) { c.Tty = true })
+		c.WaitOutput(t, "terminal\r")
+		harness.Equal(t, "exec", c.Exec(t, "echo", "in"), "in")
+	})
+	t.Run("exec is killed", func(t *testing.T) {
+		c := pod.Run(t)
+		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sleep", "4711"}, 2e9)
+		if err == nil {
+			t.Error("the exec did not time out")
+		}
+		harness.EventuallyGot(t, "the process has exited", func() (bool, any) {
+			out := c.Exec(t, "ps")
+			return !harness.Contains(out, "4711"), out
+		})
+	})
+}
+
+// A daemon that was killed loses no line and no exit code of the containers of a shim.
+func TestShimSurvivesDaemon(t *testing.T) {
+	d := harness.StartDaemon(t, withRuncShim(t))
+	pod := runPodWith(t, d, "shim", harness.HostNetwork)
+	running := pod.Run(t)
+	ends := pod.Run(t, harness.Script("trap 'echo last; exit 11' TERM; echo ready; while :; do sleep 0.02; done"))
+	ends.WaitOutput(t, "ready")
+	pid := shimInit(t, d, ends)
+	d.Kill(t)
+	harness.Must(t, syscall.Kill(pid, syscall.SIGTERM))
+	d.Start(t)
+	harness.Equal(t, "exit code", ends.WaitExited(t).ExitCode, 11)
+	harness.Equal(t, "output", ends.Output(t), "ready\nlast\n")
+	harness.Equal(t, "pod state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
+	harness.Equal(t, "exec", running.Exec(t, "echo", "still"), "still")
+	pod.Stop(t)
+	harness.Equal(t, "exit code", running.WaitExited(t).ExitCode, 137)
+	pod.Remove(t)
+	for _, dir := range []string{"oci", "c"} {
+		if left := harness.Get(os.ReadDir(filepath.Join(d.State, dir)))(t); len(left) > 0 {
+			t.Errorf("%s has %v left", dir, left)
+		}
+	}
+}
+
+// A shim that was killed, and one that hangs, do not keep their pod.
+func TestShimLost(t *testing.T) {
+	for name, signal := range map[string]syscall.Signal{"killed": syscall.SIGKILL, "stopped": syscall.SIGSTOP} {
+		t.Run(name, func(t *testing.T) {
+			d := harness.StartDaemon(t, withRuncShim(t))
+			pod := runPodWith(t, d, "shim", harness.HostNetwork)
+			c := pod.Run(t)
+			pid := shimInit(t, d, c)
+			harness.Must(t, syscall.Kill(shimPID(t, d, pod), signal))
+			if signal == syscall.SIGKILL {
+				harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
+			}
+			pod.Stop(t)
+			harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
+			pod.Remove(t)
+			if machine.Alive(pid) {
+				t.Errorf("the container's process %d is alive", pid)
+			}
+		})
+	}
+}

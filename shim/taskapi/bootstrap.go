@@ -1,0 +1,237 @@
+package taskapi
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+
+	bootapi "github.com/containerd/containerd/api/runtime/bootstrap/v1"
+	events "github.com/containerd/containerd/api/services/ttrpc/events/v1"
+	"github.com/containerd/containerd/api/types"
+	"github.com/containerd/ttrpc"
+	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/anypb"
+	"google.golang.org/protobuf/types/known/emptypb"
+)
+
+// socketDir contains the sockets of shims, and those to which they send events. The path of a
+// socket has at most 107 bytes, and a shim's name has 64.
+const socketDir = "/run/berth/s"
+
+// program is a shim's program.
+type program struct {
+	path    string
+	options *anypb.Any // nil: none
+}
+
+// command returns a call of the program in a bundle. The messages of calls to events are ignored.
+func (p *program) command(ctx context.Context, id, bundle, eventSocket string, args ...string) *exec.Cmd {
+	all := append([]string{"-namespace", namespace, "-address", eventSocket, "-publish-binary", "/bin/true", "-id", id}, args...)
+	cmd := exec.CommandContext(ctx, p.path, all...)
+	cmd.Dir = bundle
+	cmd.Env = []string{
+		"PATH=" + os.Getenv("PATH"), "GOMAXPROCS=2", "MAX_SHIM_VERSION=3", "NAMESPACE=" + namespace,
+		"TTRPC_ADDRESS=" + eventSocket, "GRPC_ADDRESS=" + eventSocket,
+	}
+	cmd.WaitDelay = callTimeout
+	return cmd
+}
+
+// start starts the shim of a sandbox. It returns the address of its socket and the version of its
+// task service. The shim inherits this process's cgroup and mount namespace.
+func (p *program) start(ctx context.Context, id, bundle, eventSocket string) (address string, version int32, err error) {
+	dir := socketDir
+	params := &bootapi.BootstrapParams{
+		InstanceID: id, Namespace: namespace, ContainerdVersion: "2.4.0", ContainerdBinary: "/bin/true",
+		ContainerdTtrpcAddress: eventSocket, ContainerdGrpcAddress: eventSocket, SocketDir: &dir,
+	}
+	if p.options != nil {
+		params.Extensions = []*bootapi.Extension{{Value: p.options}}
+	}
+	input, err := proto.Marshal(params)
+	if err != nil {
+		return "", 0, err
+	}
+	cmd := p.command(ctx, id, bundle, eventSocket, "start")
+	cmd.Stdin = bytes.NewReader(input)
+	var said bytes.Buffer
+	cmd.Stderr = &said
+	answer, err := cmd.Output()
+	if err != nil {
+		return "", 0, p.failure("start", said.String(), err)
+	}
+	return parseAnswer(answer)
+}
+
+// parseAnswer reads what a shim answers to start: a protobuf message, JSON, or a bare address,
+// which is that of a version 2.
+func parseAnswer(answer []byte) (address string, version int32, err error) {
+	var result bootapi.BootstrapResult
+	if proto.Unmarshal(answer, &result) != nil || !isAddress(result.Address) {
+		result.Reset()
+		if json.Unmarshal(answer, &result) != nil {
+			result.Version, result.Address = 2, strings.TrimSpace(string(answer))
+		}
+	}
+	switch {
+	case !isAddress(result.Address):
+		return "", 0, fmt.Errorf("the shim's answer to start has no address: %.200q", answer)
+	case result.Protocol != "ttrpc" && result.Protocol != "":
+		return "", 0, fmt.Errorf("the shim speaks %q; only ttrpc is supported", result.Protocol)
+	case result.Version != 2 && result.Version != 3:
+		return "", 0, fmt.Errorf("the shim has version %d of the task service; 2 and 3 are supported", result.Version)
+	}
+	return result.Address, result.Version, nil
+}
+
+func isAddress(text string) bool {
+	return strings.HasPrefix(text, "unix://") || strings.HasPrefix(text, "/") || strings.HasPrefix(text, "\x00") ||
+		strings.HasPrefix(text, "@")
+}
+
+// delete calls the shim's own command delete, which removes what a dead shim has left.
+func (p *program) delete(ctx context.Context, id, bundle, eventSocket string) error {
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	cmd := p.command(ctx, id, bundle, eventSocket, "-bundle", bundle, "delete")
+	var said bytes.Buffer
+	cmd.Stderr = &said
+	if err := cmd.Run(); err != nil {
+		return p.failure("delete", said.String(), err)
+	}
+	return nil
+}
+
+// info asks the program for its version and features. An old program has no such option.
+func (p *program) info(ctx context.Context) (*types.RuntimeInfo, error) {
+	cmd := exec.CommandContext(ctx, p.path, "-info")
+	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), "NAMESPACE=" + namespace}
+	if p.options != nil {
+		input, err := proto.Marshal(p.options)
+		if err != nil {
+			return nil, err
+		}
+		cmd.Stdin = bytes.NewReader(input)
+	}
+	var said bytes.Buffer
+	cmd.Stderr = &said
+	answer, err := cmd.Output()
+	if err != nil {
+		return nil, p.failure("-info", said.String(), err)
+	}
+	var info types.RuntimeInfo
+	if err := proto.Unmarshal(answer, &info); err != nil {
+		return nil, p.failure("-info", "its answer is no message RuntimeInfo", err)
+	}
+	return &info, nil
+}
+
+// maxMessage bounds what a shim said in an error, in bytes.
+const maxMessage = 4 << 10
+
+func (p *program) failure(what, said string, err error) error {
+	said = strings.TrimSpace(said)
+	if len(said) > maxMessage {
+		said = "… " + strings.ToValidUTF8(said[len(said)-maxMessage:], "")
+	}
+	if said == "" {
+		return fmt.Errorf("%s %s: %w", filepath.Base(p.path), what, err)
+	}
+	return fmt.Errorf("%s %s: %s: %w", filepath.Base(p.path), what, said, err)
+}
+
+// eventServer accepts the events of a shim. A shim connects to it before it serves tasks. Nobody
+// needs the events: exits come from Wait. It ends with create; a shim goes on without it.
+type eventServer struct {
+	server  *ttrpc.Server
+	serving sync.WaitGroup
+}
+
+// Forward ignores an event.
+func (*eventServer) Forward(context.Context, *events.ForwardRequest) (*emptypb.Empty, error) {
+	return &emptypb.Empty{}, nil
+}
+
+// serveEvents serves at a path until close.
+func serveEvents(path string) (*eventServer, error) {
+	if err := os.MkdirAll(filepath.Dir(path), 0o711); err != nil {
+		return nil, err
+	}
+	if err := removeSocket(path); err != nil {
+		return nil, err
+	}
+	listener, err := (&net.ListenConfig{}).Listen(context.Background(), "unix", path)
+	if err != nil {
+		return nil, fmt.Errorf("listen for the shim's events: %w", err)
+	}
+	s := &eventServer{}
+	if s.server, err = ttrpc.NewServer(); err != nil {
+		return nil, errors.Join(err, listener.Close())
+	}
+	events.RegisterTTRPCEventsService(s.server, s)
+	s.serving.Go(func() {
+		_ = s.server.Serve(context.Background(), listener) // it ends with close
+	})
+	return s, nil
+}
+
+func (s *eventServer) close() error {
+	err := s.server.Close()
+	s.serving.Wait()
+	return err
+}
+
+func removeSocket(path string) error {
+	if err := unix.Unlink(path); err != nil && err != unix.ENOENT {
+		return &os.PathError{Op: "remove socket", Path: path, Err: err}
+	}
+	return nil
+}
+
+// shimLog is the FIFO in a bundle to which a shim writes its log. A shim waits until somebody
+// reads it. After create nobody does, and the shim drops its messages.
+type shimLog struct{ file *os.File }
+
+const shimLogFile = "log"
+
+func openShimLog(bundle string) (*shimLog, error) {
+	path := filepath.Join(bundle, shimLogFile)
+	if err := makeFIFO(path); err != nil {
+		return nil, err
+	}
+	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	return &shimLog{file: f}, nil
+}
+
+// explain adds the last messages of the shim to an error, and closes the log.
+func (l *shimLog) explain(err *error) {
+	defer func() { *err = errors.Join(*err, l.file.Close()) }()
+	if *err == nil {
+		return
+	}
+	text := make([]byte, 64<<10) // a pipe holds no more
+	n, readErr := unix.Read(int(l.file.Fd()), text)
+	if readErr != nil || n <= 0 {
+		return
+	}
+	*err = fmt.Errorf("%w; the shim's log: %s", *err, strings.TrimSpace(string(text[max(0, n-maxMessage):n])))
+}
+
+func makeFIFO(path string) error {
+	if err := unix.Mkfifo(path, 0o600); err != nil && err != unix.EEXIST {
+		return &os.PathError{Op: "mkfifo", Path: path, Err: err}
+	}
+	return nil
+}

@@ -1,0 +1,141 @@
+package taskapi
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"time"
+
+	task "github.com/containerd/containerd/api/runtime/task/v3"
+	"github.com/containerd/ttrpc"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/known/anypb"
+	"google.golang.org/protobuf/types/known/emptypb"
+)
+
+// namespace is containerd's namespace of all tasks.
+const namespace = "berth"
+
+// Timeouts of the calls to a shim.
+const (
+	connectTimeout = 5 * time.Second
+	createTimeout  = 2 * time.Minute // a virtual machine boots
+	callTimeout    = 10 * time.Second
+)
+
+// errUnanswered says that a shim did not answer in time, or that its connection ended.
+var errUnanswered = errors.New("the shim does not answer")
+
+// client calls the task service of a shim. The messages of its versions 2 and 3 are the same.
+type client struct {
+	rpc     *ttrpc.Client
+	service string
+}
+
+// connect connects to a shim's socket. The error wraps errUnanswered.
+func connect(ctx context.Context, address string, version int32) (*client, error) {
+	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
+	defer cancel()
+	path := strings.TrimPrefix(address, "unix://")
+	if !strings.HasPrefix(path, "/") { // shims before containerd 1.4 use abstract sockets
+		path = "@" + strings.Trim(path, "\x00@")
+	}
+	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", path)
+	if err != nil {
+		return nil, fmt.Errorf("%w: %w", errUnanswered, err)
+	}
+	return &client{rpc: ttrpc.NewClient(conn), service: fmt.Sprintf("containerd.task.v%d.Task", version)}, nil
+}
+
+func (c *client) close() error { return c.rpc.Close() }
+
+// call calls a method. A timeout of zero means no limit. The error wraps errUnanswered if the shim
+// did not answer.
+func (c *client) call(ctx context.Context, timeout time.Duration, method string, request, response proto.Message) error {
+	if timeout > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, timeout)
+		defer cancel()
+	}
+	ctx = ttrpc.WithMetadata(ctx, ttrpc.MD{"containerd-namespace-ttrpc": {namespace}})
+	err := c.rpc.Call(ctx, c.service, method, request, response)
+	switch {
+	case err == nil:
+		return nil
+	case errors.Is(err, ttrpc.ErrClosed), errors.Is(err, context.DeadlineExceeded), status.Code(err) == codes.DeadlineExceeded:
+		return fmt.Errorf("%s: %w: %w", method, errUnanswered, err)
+	}
+	if s, ok := status.FromError(err); ok {
+		return &callError{method: method, code: s.Code(), message: s.Message()}
+	}
+	return fmt.Errorf("%s: %w", method, err)
+}
+
+// callError is an error that a shim answered.
+type callError struct {
+	method  string
+	code    codes.Code
+	message string
+}
+
+func (e *callError) Error() string { return strings.ToLower(e.method) + ": " + e.message }
+
+// isGone reports whether a shim answered that it has no such task, or that its process has ended.
+func isGone(err error) bool {
+	var said *callError
+	return errors.As(err, &said) && (said.code == codes.NotFound || strings.Contains(said.message, "process already finished"))
+}
+
+func (c *client) do(ctx context.Context, method string, request proto.Message) error {
+	return c.call(ctx, callTimeout, method, request, &emptypb.Empty{})
+}
+
+func (c *client) create(ctx context.Context, request *task.CreateTaskRequest) (pid int, err error) {
+	var created task.CreateTaskResponse
+	err = c.call(ctx, createTimeout, "Create", request, &created)
+	return int(created.Pid), err
+}
+
+func (c *client) start(ctx context.Context, id, exec string) (pid int, err error) {
+	var started task.StartResponse
+	err = c.call(ctx, createTimeout, "Start", &task.StartRequest{ID: id, ExecID: exec}, &started)
+	return int(started.Pid), err
+}
+
+// shimPID returns the shim's process.
+func (c *client) shimPID(ctx context.Context, id string) (int, error) {
+	var connected task.ConnectResponse
+	err := c.call(ctx, callTimeout, "Connect", &task.ConnectRequest{ID: id}, &connected)
+	return int(connected.ShimPid), err
+}
+
+// addProcess adds a process to a task. Start starts it.
+func (c *client) addProcess(ctx context.Context, request *task.ExecProcessRequest, process *specs.Process) error {
+	data, err := json.Marshal(process)
+	if err != nil {
+		return err
+	}
+	request.Spec = &anypb.Any{TypeUrl: "types.containerd.io/opencontainers/runtime-spec/1/Process", Value: data}
+	return c.do(ctx, "Exec", request)
+}
+
+// wait waits for a process and returns its exit code, which is 128+signal after a signal.
+func (c *client) wait(ctx context.Context, id, exec string) (code int, err error) {
+	var exited task.WaitResponse
+	err = c.call(ctx, 0, "Wait", &task.WaitRequest{ID: id, ExecID: exec}, &exited)
+	return int(exited.ExitStatus), err
+}
+
+func (c *client) kill(ctx context.Context, id, exec string, signal uint32, all bool) error {
+	return c.do(ctx, "Kill", &task.KillRequest{ID: id, ExecID: exec, Signal: signal, All: all})
+}
+
+func (c *client) delete(ctx context.Context, id, exec string) error {
+	return c.call(ctx, callTimeout, "Delete", &task.DeleteRequest{ID: id, ExecID: exec}, &task.DeleteResponse{})
+}

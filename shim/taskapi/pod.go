@@ -1,0 +1,227 @@
+package taskapi
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cgroup"
+	"berth/internal/pidfd"
+)
+
+// pod is the state directory of a pod, whose containers share one shim.
+type pod struct {
+	program
+	dir string
+}
+
+// record describes the shim of a pod. It exists before the shim.
+type record struct {
+	Sandbox string `json:"sandbox"` // ID of the task whose create started the shim
+	Bundle  string `json:"bundle"`
+	Cgroup  string `json:"cgroup,omitempty"` // the shim's own, as cgroupsPath; empty: it has none
+
+	// Of a shim that serves its sandbox.
+	Address   string `json:"address,omitempty"`
+	Version   int32  `json:"version,omitempty"`
+	PID       int    `json:"pid,omitempty"`
+	StartTime uint64 `json:"startTime,omitempty"`
+}
+
+func (p *pod) recordPath() string          { return filepath.Join(p.dir, "shim.json") }
+func (p *pod) taskDir(id string) string    { return filepath.Join(p.dir, id) }
+func (p *pod) eventSocket() string         { return filepath.Join(socketDir, filepath.Base(p.dir)+".e") }
+func (p *pod) readRecord() (record, error) { return readJSON[record](p.recordPath()) }
+
+// writeJSON replaces a file.
+func writeJSON(path string, content any) error {
+	data, err := json.Marshal(content)
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(path+".new", data, 0o600); err != nil {
+		return err
+	}
+	return os.Rename(path+".new", path)
+}
+
+func readJSON[T any](path string) (content T, err error) {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return content, err
+	}
+	if err := json.Unmarshal(data, &content); err != nil {
+		return content, fmt.Errorf("read %s: %w", path, err)
+	}
+	return content, nil
+}
+
+// lock excludes the other commands that start, use or end the pod's shim, until unlock.
+func (p *pod) lock() (unlock func() error, err error) {
+	f, err := os.OpenFile(filepath.Join(p.dir, "lock"), os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	for {
+		err = unix.Flock(int(f.Fd()), unix.LOCK_EX)
+		if err != unix.EINTR {
+			break
+		}
+	}
+	if err != nil {
+		return nil, errors.Join(os.NewSyscallError("flock", err), f.Close())
+	}
+	return f.Close, nil
+}
+
+// connect connects to the pod's shim. The error wraps errUnanswered, or fs.ErrNotExist if the pod
+// has no shim.
+func (p *pod) connect(ctx context.Context) (*client, record, error) {
+	r, err := p.readRecord()
+	if err != nil {
+		return nil, r, err
+	}
+	if r.Address == "" {
+		return nil, r, fmt.Errorf("%w: it was not started completely", errUnanswered)
+	}
+	c, err := connect(ctx, r.Address, r.Version)
+	return c, r, err
+}
+
+// startShim starts the shim of a sandbox. The caller records its process after the sandbox's task
+// exists.
+func (p *pod) startShim(ctx context.Context, id, bundle, cgroupsPath string) (*client, record, error) {
+	r := record{Sandbox: id, Bundle: bundle, Cgroup: cgroupsPath}
+	if err := writeJSON(p.recordPath(), r); err != nil {
+		return nil, r, err
+	}
+	if r.Cgroup != "" {
+		if err := enterCgroup(r.Cgroup); err != nil {
+			return nil, r, err
+		}
+	}
+	var err error
+	if r.Address, r.Version, err = p.start(ctx, id, bundle, p.eventSocket()); err != nil {
+		return nil, r, err
+	}
+	if err := writeJSON(p.recordPath(), r); err != nil {
+		return nil, r, err
+	}
+	c, err := connect(ctx, r.Address, r.Version)
+	return c, r, err
+}
+
+// shimCgroup returns the path of the shim's own cgroup beside its sandbox's. Only systemd can make
+// a cgroup below a slice, so with that driver the shim stays in its launcher's.
+func shimCgroup(cgroupsPath string, systemd bool) string {
+	if systemd || cgroupsPath == "" {
+		return ""
+	}
+	return path.Join(path.Dir(cgroupsPath), "shim-"+path.Base(cgroupsPath))
+}
+
+// enterCgroup makes a cgroup and moves this process there.
+func enterCgroup(cgroupsPath string) error {
+	group, err := cgroup.Open(cgroupsPath, false)
+	if err != nil {
+		return err
+	}
+	for controller, dir := range group.Paths() {
+		if controller == "cpuset" { // a new one has no processors
+			continue
+		}
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			return fmt.Errorf("make the shim's cgroup: %w", err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte(strconv.Itoa(os.Getpid())), 0); err != nil {
+			return fmt.Errorf("enter the shim's cgroup: %w", err)
+		}
+	}
+	return nil
+}
+
+// identify records the shim's process.
+func (p *pod) identify(ctx context.Context, c *client, r record) (err error) {
+	if r.PID, err = c.shimPID(ctx, r.Sandbox); err != nil {
+		return err
+	}
+	if r.StartTime, err = pidfd.StartTime(r.PID); err != nil {
+		return fmt.Errorf("the shim's process %d: %w", r.PID, err)
+	}
+	return writeJSON(p.recordPath(), r)
+}
+
+// endShim kills the pod's shim, if it still exists, and removes its cgroup, sockets and record.
+func (p *pod) endShim(ctx context.Context, r record) error {
+	if err := p.killShim(ctx, r); err != nil {
+		return err
+	}
+	for _, socket := range []string{p.eventSocket(), socketPath(r.Address)} {
+		if socket == "" {
+			continue
+		}
+		if err := removeSocket(socket); err != nil {
+			return err
+		}
+	}
+	for _, file := range []string{p.recordPath(), filepath.Join(p.dir, "lock")} {
+		if err := os.Remove(file); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+	}
+	return nil
+}
+
+// socketPath returns the file of an address; empty: it has none.
+func socketPath(address string) string {
+	if path, ok := strings.CutPrefix(address, "unix://"); ok && filepath.Dir(path) == socketDir {
+		return path
+	}
+	return ""
+}
+
+// killShim kills the shim and waits for its end.
+func (p *pod) killShim(ctx context.Context, r record) error {
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
+	if r.PID != 0 {
+		if err := endProcess(ctx, r.PID, r.StartTime); err != nil {
+			return fmt.Errorf("kill the shim: %w", err)
+		}
+	}
+	if r.Cgroup == "" {
+		return nil
+	}
+	group, err := cgroup.Open(r.Cgroup, false)
+	if err != nil {
+		return err
+	}
+	if err := group.Kill(ctx); err != nil {
+		return fmt.Errorf("kill the shim: %w", err)
+	}
+	return group.Destroy(ctx)
+}
+
+func endProcess(ctx context.Context, pid int, startTime uint64) error {
+	process, err := pidfd.OpenVerified(pid, startTime)
+	if errors.Is(err, os.ErrProcessDone) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer process.Close()
+	if err := pidfd.Signal(process, unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return err
+	}
+	return pidfd.Wait(ctx, process)
+}
