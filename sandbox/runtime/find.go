@@ -29,7 +29,7 @@ func (k Processes) Find(ctx context.Context, id string) (*Running, proto.PIDs, e
 	if err != nil {
 		return nil, ids, errors.Join(err, monitorFile.Close())
 	}
-	return newRunning(init, monitorFile, ids.InitPID, ids.StartedAt), ids, nil
+	return newRunning(init, monitorFile, ids.Container(), ids.StartedAt), ids, nil
 }
 
 // LeftBehind returns the processes of a container that has no shim any more and whose processes
@@ -39,7 +39,7 @@ func LeftBehind(ids proto.PIDs) (*Running, error) {
 	if err != nil {
 		return nil, err
 	}
-	return newRunning(init, nil, ids.InitPID, ids.StartedAt), nil
+	return newRunning(init, nil, ids.Container(), ids.StartedAt), nil
 }
 
 // openInit returns the pidfd of a container's init, or nil if it has exited or never existed.

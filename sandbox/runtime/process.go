@@ -45,7 +45,7 @@ const orphanTimeout = 2 * time.Second
 // Running holds the processes of a container that has a shim.
 type Running struct {
 	Init, Shim *os.File // pidfds; nil if the process had exited when recovery found the container
-	PID        int      // of Init
+	PID        int      // of the container's init
 	StartedAt  time.Time
 	Exited     chan struct{} // closed when the exit is published
 
@@ -56,7 +56,7 @@ type Running struct {
 
 // Launched returns the processes of a launch.
 func Launched(s *proto.Started) *Running {
-	r := &Running{Init: s.Init, Shim: s.Shim, PID: s.InitPID, StartedAt: s.StartedAt, Exited: make(chan struct{})}
+	r := &Running{Init: s.Init, Shim: s.Shim, PID: s.Container(), StartedAt: s.StartedAt, Exited: make(chan struct{})}
 	r.settled, r.settle = context.WithCancel(context.Background())
 	return r
 }

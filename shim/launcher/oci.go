@@ -34,6 +34,7 @@ type ociBackend struct {
 	// Of a TaskAPI runtime.
 	attendant *exec.Cmd
 	verdict   *os.File
+	pid       int // the container's init, if the host sees it
 }
 
 // joinsSandbox returns whether the container is made in the runtime's process that its pause has
@@ -108,7 +109,10 @@ func (b *ociBackend) create() (pid int, err error) {
 	})
 	failpoint.Reach("launcher.program-created")
 	if err == nil && b.joinsSandbox() {
-		return 0, nil // the process belongs to the sandbox
+		if b.Runtime.TaskAPI && !b.Runtime.Sandboxed {
+			b.pid = pid
+		}
+		return 0, nil // the process belongs to the sandbox, or to the shim
 	}
 	if err == nil {
 		err = streams.receive(b.io)
@@ -240,6 +244,7 @@ func (b *ociBackend) attend(streams ociruntime.IO) (err error) {
 
 func (b *ociBackend) follow() (pid int, verdict *os.File, err error) {
 	if b.attendant != nil {
+		b.started.ContainerPID = b.pid
 		return b.attendant.Process.Pid, b.verdict, nil
 	}
 	w, verdict, err := pipe("verdict")

@@ -1,6 +1,7 @@
 package proto
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"hash/crc32"
@@ -34,7 +35,14 @@ type PIDs struct {
 	InitPID          int       `json:"initPID"` // 0: the container's init does not exist yet
 	InitStartTime    uint64    `json:"initStartTime"`
 	StartedAt        time.Time `json:"startedAt"`
+
+	// ContainerPID is the container's init, if InitPID is the process that reports its exit. 0: the
+	// node does not see it, or InitPID is it. Nobody signals it.
+	ContainerPID int `json:"containerPID,omitempty"`
 }
+
+// Container returns the container's init, or the process that stands for it.
+func (p PIDs) Container() int { return cmp.Or(p.ContainerPID, p.InitPID) }
 
 // Encode returns the content of Dir/shim.
 func (p PIDs) Encode() []byte {
@@ -42,19 +50,28 @@ func (p PIDs) Encode() []byte {
 	if !p.StartedAt.IsZero() {
 		started = p.StartedAt.UnixNano()
 	}
-	return fmt.Appendf(nil, "%d %d %d %d %d\n", p.MonitorPID, p.MonitorStartTime, p.InitPID, p.InitStartTime, started)
+	b := fmt.Appendf(nil, "%d %d %d %d %d", p.MonitorPID, p.MonitorStartTime, p.InitPID, p.InitStartTime, started)
+	if p.ContainerPID != 0 { // older daemons read five fields
+		b = fmt.Appendf(b, " %d", p.ContainerPID)
+	}
+	return append(b, '\n')
 }
 
 // DecodePIDs decodes the content of Dir/shim.
 func DecodePIDs(data []byte) (PIDs, error) {
 	f, err := fields(data, 5)
 	if err != nil {
-		return PIDs{}, err
+		if f, err = fields(data, 6); err != nil {
+			return PIDs{}, err
+		}
 	}
 	var n numbers
 	p := PIDs{MonitorPID: n.pid(f[0]), MonitorStartTime: n.uint(f[1]), InitPID: n.pid(f[2]), InitStartTime: n.uint(f[3])}
 	if started := n.int(f[4], 64); started != 0 {
 		p.StartedAt = time.Unix(0, started)
+	}
+	if len(f) == 6 {
+		p.ContainerPID = n.pid(f[5])
 	}
 	return p, n.err
 }

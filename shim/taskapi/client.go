@@ -27,6 +27,9 @@ const (
 	connectTimeout = 5 * time.Second
 	createTimeout  = 2 * time.Minute // a virtual machine boots
 	callTimeout    = 10 * time.Second
+	// A daemon gives a runtime ten seconds to kill or delete a container. A shim that does not
+	// answer must be killed within that time.
+	endTimeout = 3 * time.Second
 )
 
 // errUnanswered says that a shim did not answer in time, or that its connection ended.
@@ -133,9 +136,9 @@ func (c *client) wait(ctx context.Context, id, exec string) (code int, err error
 }
 
 func (c *client) kill(ctx context.Context, id, exec string, signal uint32, all bool) error {
-	return c.do(ctx, "Kill", &task.KillRequest{ID: id, ExecID: exec, Signal: signal, All: all})
+	return c.call(ctx, endTimeout, "Kill", &task.KillRequest{ID: id, ExecID: exec, Signal: signal, All: all}, &emptypb.Empty{})
 }
 
 func (c *client) delete(ctx context.Context, id, exec string) error {
-	return c.call(ctx, callTimeout, "Delete", &task.DeleteRequest{ID: id, ExecID: exec}, &task.DeleteResponse{})
+	return c.call(ctx, endTimeout, "Delete", &task.DeleteRequest{ID: id, ExecID: exec}, &task.DeleteResponse{})
 }

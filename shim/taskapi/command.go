@@ -570,9 +570,6 @@ func (c *command) delete(ctx context.Context, id string) (err error) {
 	if err != nil {
 		return err
 	}
-	if shim != nil { // it is killed next
-		_ = shim.do(ctx, "Shutdown", &task.ShutdownRequest{ID: id, Now: true})
-	}
 	return c.endShim(ctx, r)
 }
 
@@ -598,6 +595,12 @@ func (c *command) deleteTask(ctx context.Context, shim *client, r record, id str
 	if shim != nil {
 		err = endTask(ctx, shim, id)
 	}
+	if errors.Is(err, errUnanswered) {
+		// Its children stay zombies while it hangs.
+		if err := c.killShim(ctx, r); err != nil {
+			return err
+		}
+	}
 	if err != nil {
 		if byProgram := c.deleteByProgram(ctx, id); byProgram != nil {
 			return errors.Join(err, byProgram)
@@ -616,7 +619,7 @@ func endTask(ctx context.Context, shim *client, id string) error {
 	if err := shim.kill(ctx, id, "", uint32(unix.SIGKILL), true); err != nil && !isGone(err) {
 		return err
 	}
-	waiting, cancel := context.WithTimeout(ctx, callTimeout)
+	waiting, cancel := context.WithTimeout(ctx, endTimeout)
 	defer cancel()
 	if _, err := shim.wait(waiting, id, ""); err != nil && !isGone(err) {
 		return err
