@@ -77,6 +77,8 @@ func (k Launcher) containerSpec(
 		Files:           host.Files{},
 		ImageVolumes:    volumes,
 		DeviceOwnership: k.Node.OwnDevices,
+
+		WithoutHostDevices: p.Runtime != nil && p.Runtime.WithoutHostDevices,
 		Defaults:        k.defaults(p),
 		Volumes:         c.Anonymous,
 		VolumesDir:      k.Node.Volumes(c.ID),

@@ -229,11 +229,11 @@ func (b *ociBackend) attend(streams ociruntime.IO) (err error) {
 	}
 	defer r.Close()
 	cmd := b.Runtime.Attend(b.ID, b.Dir, streams, verdict, w)
-	failpoint.Reach("launcher.start-waiter")
+	failpoint.Reach("launcher.start-attendant")
 	if err := errors.Join(cmd.Start(), w.Close()); err != nil {
 		return err
 	}
-	failpoint.Reach("launcher.waiter-started")
+	failpoint.Reach("launcher.attendant-started")
 	b.attendant = cmd
 	answer, err := io.ReadAll(r)
 	if err != nil {

@@ -266,7 +266,7 @@ func (r *Runtime) command(ctx context.Context, log string, args ...string) *exec
 	}
 	cmd := exec.CommandContext(ctx, r.Path, append(all, args...)...)
 	cmd.Dir = "/"
-	cmd.Env = []string{"PATH=" + os.Getenv("PATH")}
+	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH")}, failpoint.Env()...)
 	cmd.WaitDelay = outputTimeout
 	return cmd
 }

@@ -21,6 +21,8 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/anypb"
 	"google.golang.org/protobuf/types/known/emptypb"
+
+	"berth/internal/failpoint"
 )
 
 // socketDir contains the sockets of shims, and those to which they send events. The path of a
@@ -65,7 +67,9 @@ func (p *program) start(ctx context.Context, id, bundle, eventSocket string) (ad
 	cmd.Stdin = bytes.NewReader(input)
 	var said bytes.Buffer
 	cmd.Stderr = &said
+	failpoint.Reach("task.start-shim")
 	answer, err := cmd.Output()
+	failpoint.Reach("task.shim-started")
 	if err != nil {
 		return "", 0, p.failure("start", said.String(), err)
 	}
@@ -105,7 +109,10 @@ func (p *program) delete(ctx context.Context, id, bundle, eventSocket string) er
 	cmd := p.command(ctx, id, bundle, eventSocket, "-bundle", bundle, "delete")
 	var said bytes.Buffer
 	cmd.Stderr = &said
-	if err := cmd.Run(); err != nil {
+	failpoint.Reach("task.run-delete")
+	err := cmd.Run()
+	failpoint.Reach("task.delete-ran")
+	if err != nil {
 		return p.failure("delete", said.String(), err)
 	}
 	return nil
@@ -191,7 +198,10 @@ func (s *eventServer) close() error {
 }
 
 func removeSocket(path string) error {
-	if err := unix.Unlink(path); err != nil && err != unix.ENOENT {
+	failpoint.Reach("task.remove-socket")
+	err := unix.Unlink(path)
+	failpoint.Reach("task.socket-removed")
+	if err != nil && err != unix.ENOENT {
 		return &os.PathError{Op: "remove socket", Path: path, Err: err}
 	}
 	return nil

@@ -19,6 +19,8 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"github.com/opencontainers/runtime-spec/specs-go/features"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
 )
 
 // The annotation that distinguishes the sandbox of a pod from its other containers.
@@ -217,17 +219,21 @@ func (c *command) create(ctx context.Context, id string) (err error) {
 	if err != nil {
 		return err
 	}
+	failpoint.Reach("task.make-root")
 	if err := os.MkdirAll(c.dir, 0o700); err != nil {
 		return err
 	}
+	failpoint.Reach("task.root-made")
 	unlock, err := c.lock()
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, unlock()) }()
+	failpoint.Reach("task.make-directory")
 	if err := os.Mkdir(c.taskDir(id), 0o700); err != nil {
 		return err
 	}
+	failpoint.Reach("task.directory-made")
 	t := taskRecord{Bundle: c.bundle}
 	if spec.Annotations[typeAnnotation] == typeSandbox {
 		return c.createSandbox(ctx, id, &spec, t)
@@ -302,10 +308,12 @@ func (c *command) readTask(id string) (taskRecord, error) {
 }
 
 func (c *command) createTask(ctx context.Context, shim *client, id string, t taskRecord) error {
+	failpoint.Reach("task.create")
 	pid, err := shim.create(ctx, &task.CreateTaskRequest{
 		ID: id, Bundle: c.bundle, Options: c.options,
 		Terminal: t.Terminal, Stdin: t.Stdin, Stdout: t.Stdout, Stderr: t.Stderr,
 	})
+	failpoint.Reach("task.created")
 	if err != nil {
 		return err
 	}
@@ -362,9 +370,11 @@ func (c *command) attendStart(ctx context.Context, a *attendant, process *specs.
 	if err != nil {
 		return err
 	}
+	failpoint.Reach("task.start")
 	if _, err := a.client.start(ctx, a.id, a.exec); err != nil {
 		return err
 	}
+	failpoint.Reach("task.started")
 	if err := a.begin(); err != nil {
 		return err
 	}
@@ -434,7 +444,9 @@ func (c *command) startProcess(ctx context.Context, id string) (err error) {
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.ExtraFiles = []*os.File{said, w}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: process.Terminal}
+	failpoint.Reach("task.start-attendant")
 	err = cmd.Start()
+	failpoint.Reach("task.attendant-started")
 	if err := errors.Join(err, w.Close()); err != nil {
 		return err
 	}
@@ -480,10 +492,16 @@ func (c *command) attend(ctx context.Context, id string) (code int, err error) {
 	}
 	a := &attendant{id: id, exec: execName(os.Getpid())}
 	dir := filepath.Join(c.taskDir(id), a.exec)
+	failpoint.Reach("task.make-exec-directory")
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return 0, err
 	}
-	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	failpoint.Reach("task.exec-directory-made")
+	defer func() {
+		failpoint.Reach("task.remove-exec-directory")
+		err = errors.Join(err, os.RemoveAll(dir))
+		failpoint.Reach("task.exec-directory-removed")
+	}()
 	if a.streams, err = makeStreams(dir, process.Terminal); err != nil {
 		return 0, err
 	}
@@ -586,7 +604,7 @@ func (c *command) tasks() (ids []string, err error) {
 func (c *command) deleteTask(ctx context.Context, shim *client, r record, id string) error {
 	t, err := c.readTask(id)
 	if errors.Is(err, fs.ErrNotExist) {
-		return os.RemoveAll(c.taskDir(id))
+		return c.removeTaskDir(id)
 	}
 	if err != nil {
 		return err
@@ -611,7 +629,14 @@ func (c *command) deleteTask(ctx context.Context, shim *client, r record, id str
 			return err
 		}
 	}
-	return os.RemoveAll(c.taskDir(id))
+	return c.removeTaskDir(id)
+}
+
+func (c *command) removeTaskDir(id string) error {
+	failpoint.Reach("task.remove-directory")
+	err := os.RemoveAll(c.taskDir(id))
+	failpoint.Reach("task.directory-removed")
+	return err
 }
 
 // endTask kills a task, waits for its end and deletes it.

@@ -6,10 +6,13 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
 )
 
 // ownMounts returns the paths of a container's mounts that exist in its launcher's mount namespace
@@ -19,14 +22,16 @@ func ownMounts(spec *specs.Spec, bundle string) []string {
 	for _, m := range spec.Mounts {
 		if rest, ok := strings.CutPrefix(m.Source, bundle+"/"); ok {
 			name, _, _ := strings.Cut(rest, "/")
-			paths = append(paths, filepath.Join(bundle, name))
+			if path := filepath.Join(bundle, name); !slices.Contains(paths, path) {
+				paths = append(paths, path)
+			}
 		}
 	}
 	return paths
 }
 
 // passMounts copies mounts from this process's mount namespace to the same paths in the shim's.
-// Mounts that it replaces are below them. remove removes the copies.
+// remove removes the copies.
 func passMounts(shim int, paths []string) (remove func() error, err error) {
 	var trees []*os.File
 	defer func() {
@@ -43,7 +48,9 @@ func passMounts(shim int, paths []string) (remove func() error, err error) {
 	}
 	err = inMountsOf(shim, func() error {
 		for i, tree := range trees {
+			failpoint.Reach("task.mount")
 			err := unix.MoveMount(int(tree.Fd()), "", unix.AT_FDCWD, paths[i], unix.MOVE_MOUNT_F_EMPTY_PATH)
+			failpoint.Reach("task.mounted")
 			if err != nil {
 				return errors.Join(&os.PathError{Op: "mount for the shim", Path: paths[i], Err: err}, unmount(paths[:i]))
 			}
@@ -59,7 +66,9 @@ func passMounts(shim int, paths []string) (remove func() error, err error) {
 // unmount unmounts paths in this thread's mount namespace.
 func unmount(paths []string) (failed error) {
 	for _, path := range paths {
+		failpoint.Reach("task.unmount")
 		err := unix.Unmount(path, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
+		failpoint.Reach("task.unmounted")
 		if err != nil && err != unix.EINVAL && err != unix.ENOENT {
 			failed = errors.Join(failed, &os.PathError{Op: "unmount for the shim", Path: path, Err: err})
 		}

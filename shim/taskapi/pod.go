@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/cgroup"
+	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 )
 
@@ -48,10 +49,14 @@ func writeJSON(path string, content any) error {
 	if err != nil {
 		return err
 	}
+	failpoint.Reach("task.write-record")
 	if err := os.WriteFile(path+".new", data, 0o600); err != nil {
 		return err
 	}
-	return os.Rename(path+".new", path)
+	failpoint.Reach("task.rename-record")
+	err = os.Rename(path+".new", path)
+	failpoint.Reach("task.record-written")
+	return err
 }
 
 func readJSON[T any](path string) (content T, err error) {
@@ -139,12 +144,15 @@ func enterCgroup(cgroupsPath string) error {
 		if controller == "cpuset" { // a new one has no processors
 			continue
 		}
+		failpoint.Reach("task.make-cgroup")
 		if err := os.MkdirAll(dir, 0o755); err != nil {
 			return fmt.Errorf("make the shim's cgroup: %w", err)
 		}
+		failpoint.Reach("task.enter-cgroup")
 		if err := os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte(strconv.Itoa(os.Getpid())), 0); err != nil {
 			return fmt.Errorf("enter the shim's cgroup: %w", err)
 		}
+		failpoint.Reach("task.cgroup-entered")
 	}
 	return nil
 }
@@ -174,7 +182,10 @@ func (p *pod) endShim(ctx context.Context, r record) error {
 		}
 	}
 	for _, file := range []string{p.recordPath(), filepath.Join(p.dir, "lock")} {
-		if err := os.Remove(file); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		failpoint.Reach("task.remove-record")
+		err := os.Remove(file)
+		failpoint.Reach("task.record-removed")
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
 	}
