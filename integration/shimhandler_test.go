@@ -17,23 +17,6 @@ import (
 	"berth/integration/machine"
 )
 
-// runcShim returns the path of containerd's shim for runc, and an option with the path of runc.
-func runcShim(t *testing.T) (path, option string) {
-	t.Helper()
-	dir := os.Getenv(containerdEnv)
-	if dir == "" {
-		t.Skipf("NOT TESTED: %s is not set: export %[1]s=$(integration/containerd/build)", containerdEnv)
-	}
-	return filepath.Join(dir, "containerd-shim-runc-v2"), "BinaryName=" + filepath.Join(dir, "runc")
-}
-
-// withRuncShim configures the handler "shim".
-func withRuncShim(t *testing.T) harness.DaemonOption {
-	t.Helper()
-	path, option := runcShim(t)
-	return harness.WithConfig("[handlers.shim]", `type = "shim"`, fmt.Sprintf("path = %q", path), fmt.Sprintf("options = [%q]", option))
-}
-
 // shimInit returns the init of a container of runc's shim, which writes it to its bundle.
 func shimInit(t *testing.T, d *harness.Daemon, c *harness.Container) int {
 	t.Helper()
@@ -51,7 +34,7 @@ func shimPID(t *testing.T, d *harness.Daemon, pod *harness.Pod) int {
 
 // A pod whose containers containerd's shim runs.
 func TestShim(t *testing.T) {
-	d := harness.StartDaemon(t, withRuncShim(t))
+	d := harness.StartDaemon(t, harness.WithRuncShim(t, "shim"))
 	announced, problems := handlersOf(t, d)
 	if !announced["shim"].GetRecursiveReadOnlyMounts() || problems["shim"] != "" {
 		t.Errorf("the handler announces %v, with problem %q", announced["shim"], problems["shim"])
@@ -138,7 +121,7 @@ func TestShim(t *testing.T) {
 
 // A daemon that was killed loses no line and no exit code of the containers of a shim.
 func TestShimSurvivesDaemon(t *testing.T) {
-	d := harness.StartDaemon(t, withRuncShim(t))
+	d := harness.StartDaemon(t, harness.WithRuncShim(t, "shim"))
 	pod := runPodWith(t, d, "shim", harness.HostNetwork)
 	running := pod.Run(t)
 	ends := pod.Run(t, harness.Script("trap 'echo last; exit 11' TERM; echo ready; while :; do sleep 0.02; done"))
@@ -165,7 +148,7 @@ func TestShimSurvivesDaemon(t *testing.T) {
 func TestShimLost(t *testing.T) {
 	for name, signal := range map[string]syscall.Signal{"killed": syscall.SIGKILL, "stopped": syscall.SIGSTOP} {
 		t.Run(name, func(t *testing.T) {
-			d := harness.StartDaemon(t, withRuncShim(t))
+			d := harness.StartDaemon(t, harness.WithRuncShim(t, "shim"))
 			pod := runPodWith(t, d, "shim", harness.HostNetwork)
 			c := pod.Run(t)
 			pid := shimInit(t, d, c)

@@ -441,6 +441,7 @@ func (c *command) startProcess(ctx context.Context, id string) (err error) {
 	defer said.Close()
 	args := append(slices.Clone(c.global), "attend", "--process", c.process, "--console-socket", c.consoleSocket, id)
 	cmd := exec.CommandContext(ctx, "/proc/self/exe", args...)
+	cmd.Args[0] = os.Args[0]
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.ExtraFiles = []*os.File{said, w}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: process.Terminal}
