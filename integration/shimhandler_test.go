@@ -106,6 +106,16 @@ func TestShim(t *testing.T) {
 		c.WaitOutput(t, "terminal\r")
 		harness.Equal(t, "exec", c.Exec(t, "echo", "in"), "in")
 	})
+	t.Run("attach", func(t *testing.T) { testAttach(t, pod) })
+	t.Run("target of another container", func(t *testing.T) {
+		target := pod.Run(t, harness.Script("exec sleep 4712"))
+		c := pod.Run(t, harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+			s.NamespaceOptions.Pid, s.NamespaceOptions.TargetId = runtimeapi.NamespaceMode_TARGET, target.Id
+		}))
+		if out := c.Exec(t, "ps"); !harness.Contains(out, "4712") {
+			t.Errorf("it does not see the target's process: %s", out)
+		}
+	})
 	t.Run("exec is killed", func(t *testing.T) {
 		c := pod.Run(t)
 		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sleep", "4711"}, 2e9)
@@ -117,6 +127,18 @@ func TestShim(t *testing.T) {
 			return !harness.Contains(out, "4711"), out
 		})
 	})
+}
+
+// With privileged_without_host_devices, a privileged container has no devices of the node.
+func TestShimWithoutHostDevices(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithRuncShim(t, "shim"), harness.WithConfig("privileged_without_host_devices = true"))
+	pod := runPodWith(t, d, "shim", harness.HostNetwork, harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true }))
+	c := pod.Run(t, harness.Security(harness.Privileged))
+	harness.Equal(t, "devices", c.Exec(t, "sh", "-c", "ls -d /dev/kmsg /dev/loop* 2>/dev/null; ls -d /dev/null"), "/dev/null")
+}
+
+func TestShimUserNamespace(t *testing.T) {
+	testHandlerUserNamespace(t, harness.StartDaemon(t, harness.WithRuncShim(t, "shim")), "shim")
 }
 
 // A daemon that was killed loses no line and no exit code of the containers of a shim.

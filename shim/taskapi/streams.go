@@ -145,16 +145,16 @@ func (a *attendant) finish() {
 	}
 }
 
-// copyStream copies until the end of the input, or until nobody reads the output.
+// copyStream copies until the end of the input, or until nobody reads the output. It splices only
+// between pipes. During a splice from a terminal that has no input, nobody else can use the pipe.
 func copyStream(from, to int) {
+	if !isPipe(from) || !isPipe(to) {
+		_, _ = io.Copy(fileWriter(to), fileReader(from)) // a terminal ends with an error
+		return
+	}
 	for {
 		n, err := unix.Splice(from, nil, to, nil, 1<<20, 0)
-		switch {
-		case err == unix.EINTR:
-		case err == unix.EINVAL: // a terminal
-			_, _ = io.Copy(fileWriter(to), fileReader(from))
-			return
-		case err != nil || n == 0:
+		if err != unix.EINTR && (err != nil || n == 0) {
 			return
 		}
 	}
