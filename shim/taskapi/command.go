@@ -54,7 +54,7 @@ type command struct {
 type taskRecord struct {
 	streams
 	Bundle string   `json:"bundle"`
-	Mounts []string `json:"mounts,omitempty"` // in the shim's mount namespace
+	Mounts []string `json:"mounts,omitempty"` // below Bundle, in the shim's mount namespace
 }
 
 // Main carries out one command and returns the exit code.
@@ -261,15 +261,14 @@ func (c *command) createSandbox(ctx context.Context, id string, spec *specs.Spec
 		return err
 	}
 	defer func() { err = errors.Join(err, shim.close()) }()
-	if err := c.createTask(ctx, shim, id, t); err != nil {
+	if err := c.createTask(ctx, shim, id, spec, t); err != nil {
 		return err
 	}
 	return c.identify(ctx, shim, r)
 }
 
-// createContainer creates a task in the shim of its sandbox. A root filesystem outside of the
-// bundle is at a place that other containers of the pod use, too. It is removed from there when the
-// task exists.
+// createContainer creates a task in the shim of its sandbox. If create fails, the launcher calls
+// delete.
 func (c *command) createContainer(ctx context.Context, id string, spec *specs.Spec, t taskRecord) (err error) {
 	shim, r, err := c.connect(ctx)
 	if err != nil {
@@ -284,19 +283,16 @@ func (c *command) createContainer(ctx context.Context, id string, spec *specs.Sp
 		return err
 	}
 	defer release()
-	t.Mounts = ownMounts(spec, c.bundle)
+	var shared []string
+	t.Mounts, shared = ownMounts(spec, c.bundle)
 	if err := c.saveTask(id, t); err != nil {
 		return err
 	}
-	remove, err := passMounts(r.PID, t.Mounts)
-	if err != nil {
+	if err := passMounts(r.PID, slices.Concat(t.Mounts, shared)); err != nil {
 		return err
 	}
-	err = c.createTask(ctx, shim, id, t)
-	if err != nil || filepath.Dir(spec.Root.Path) != c.bundle {
-		err = errors.Join(err, remove())
-	}
-	return err
+	err = c.createTask(ctx, shim, id, spec, t)
+	return errors.Join(err, unmountIn(r.PID, shared))
 }
 
 func (c *command) saveTask(id string, t taskRecord) error {
@@ -307,10 +303,14 @@ func (c *command) readTask(id string) (taskRecord, error) {
 	return readJSON[taskRecord](filepath.Join(c.taskDir(id), "task.json"))
 }
 
-func (c *command) createTask(ctx context.Context, shim *client, id string, t taskRecord) error {
+func (c *command) createTask(ctx context.Context, shim *client, id string, spec *specs.Spec, t taskRecord) error {
+	options, err := optionsFor(c.options, spec)
+	if err != nil {
+		return err
+	}
 	failpoint.Reach("task.create")
 	pid, err := shim.create(ctx, &task.CreateTaskRequest{
-		ID: id, Bundle: c.bundle, Options: c.options,
+		ID: id, Bundle: c.bundle, Options: options,
 		Terminal: t.Terminal, Stdin: t.Stdin, Stdout: t.Stdout, Stderr: t.Stderr,
 	})
 	failpoint.Reach("task.created")
@@ -626,7 +626,7 @@ func (c *command) deleteTask(ctx context.Context, shim *client, r record, id str
 		}
 	}
 	if shim != nil && err == nil && len(t.Mounts) > 0 && r.PID != 0 {
-		if err := inMountsOf(r.PID, func() error { return unmount(t.Mounts) }); err != nil {
+		if err := unmountIn(r.PID, t.Mounts); err != nil {
 			return err
 		}
 	}

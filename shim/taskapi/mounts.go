@@ -16,9 +16,16 @@ import (
 )
 
 // ownMounts returns the paths of a container's mounts that exist in its launcher's mount namespace
-// only: the root filesystem, and the images mounted as volumes, which are below the bundle.
-func ownMounts(spec *specs.Spec, bundle string) []string {
-	paths := []string{spec.Root.Path}
+// only: the root filesystem, and the images mounted as volumes. Most are below the bundle. The root
+// filesystem of a container in a user namespace is at a place that other containers share. Another
+// mount lies there, so it may be unmounted only once, right after the container has been created.
+func ownMounts(spec *specs.Spec, bundle string) (own, shared []string) {
+	var paths []string
+	if filepath.Dir(spec.Root.Path) == bundle {
+		paths = append(paths, spec.Root.Path)
+	} else {
+		shared = append(shared, spec.Root.Path)
+	}
 	for _, m := range spec.Mounts {
 		if rest, ok := strings.CutPrefix(m.Source, bundle+"/"); ok {
 			name, _, _ := strings.Cut(rest, "/")
@@ -27,12 +34,11 @@ func ownMounts(spec *specs.Spec, bundle string) []string {
 			}
 		}
 	}
-	return paths
+	return paths, shared
 }
 
 // passMounts copies mounts from this process's mount namespace to the same paths in the shim's.
-// remove removes the copies.
-func passMounts(shim int, paths []string) (remove func() error, err error) {
+func passMounts(shim int, paths []string) (err error) {
 	var trees []*os.File
 	defer func() {
 		for _, tree := range trees {
@@ -42,11 +48,11 @@ func passMounts(shim int, paths []string) (remove func() error, err error) {
 	for _, path := range paths {
 		fd, err := unix.OpenTree(unix.AT_FDCWD, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_RECURSIVE)
 		if err != nil {
-			return nil, &os.PathError{Op: "copy the mount", Path: path, Err: err}
+			return &os.PathError{Op: "copy the mount", Path: path, Err: err}
 		}
 		trees = append(trees, os.NewFile(uintptr(fd), path))
 	}
-	err = inMountsOf(shim, func() error {
+	return inMountsOf(shim, func() error {
 		for i, tree := range trees {
 			failpoint.Reach("task.mount")
 			err := unix.MoveMount(int(tree.Fd()), "", unix.AT_FDCWD, paths[i], unix.MOVE_MOUNT_F_EMPTY_PATH)
@@ -57,10 +63,14 @@ func passMounts(shim int, paths []string) (remove func() error, err error) {
 		}
 		return nil
 	})
-	if err != nil {
-		return nil, err
+}
+
+// unmountIn unmounts paths in the mount namespace of a process.
+func unmountIn(pid int, paths []string) error {
+	if len(paths) == 0 {
+		return nil
 	}
-	return func() error { return inMountsOf(shim, func() error { return unmount(paths) }) }, nil
+	return inMountsOf(pid, func() error { return unmount(paths) })
 }
 
 // unmount unmounts paths in this thread's mount namespace.

@@ -141,8 +141,14 @@ func TestOwnMounts(t *testing.T) {
 	spec := &specs.Spec{Root: &specs.Root{Path: "/state/c/1/rootfs"}, Mounts: []specs.Mount{
 		{Source: "/state/c/1/volume-0/sub"}, {Source: "/state/c/1/volume-0"}, {Source: "/state/c/10/x"}, {Source: "proc"},
 	}}
-	if got, want := ownMounts(spec, "/state/c/1"), []string{"/state/c/1/rootfs", "/state/c/1/volume-0"}; !reflect.DeepEqual(got, want) {
-		t.Errorf("got %q, want %q", got, want)
+	own, shared := ownMounts(spec, "/state/c/1")
+	if want := []string{"/state/c/1/rootfs", "/state/c/1/volume-0"}; !reflect.DeepEqual(own, want) || len(shared) != 0 {
+		t.Errorf("got %q and %q, want %q", own, shared, want)
+	}
+	spec.Root.Path = "/state-rootfs"
+	own, shared = ownMounts(spec, "/state/c/1")
+	if !reflect.DeepEqual(own, []string{"/state/c/1/volume-0"}) || !reflect.DeepEqual(shared, []string{"/state-rootfs"}) {
+		t.Errorf("got %q and %q", own, shared)
 	}
 }
 
