@@ -137,6 +137,11 @@ func TestShimWithoutHostDevices(t *testing.T) {
 	harness.Equal(t, "devices", c.Exec(t, "sh", "-c", "ls -d /dev/kmsg /dev/loop* 2>/dev/null; ls -d /dev/null"), "/dev/null")
 }
 
+// A shim's container reads layers that are still incomplete.
+func TestShimLazyLayer(t *testing.T) {
+	testLazyPull(t, append([]string{`default_handler = "shim"`}, harness.RuncShim(t, "shim")...)...)
+}
+
 func TestShimUserNamespace(t *testing.T) {
 	testHandlerUserNamespace(t, harness.StartDaemon(t, harness.WithRuncShim(t, "shim")), "shim")
 }
