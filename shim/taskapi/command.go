@@ -251,11 +251,6 @@ func (c *command) createSandbox(ctx context.Context, id string, spec *specs.Spec
 		return err
 	}
 	defer log.explain(&err)
-	events, err := serveEvents(c.eventSocket())
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, events.close()) }()
 	shim, r, err := c.startShim(ctx, id, c.bundle, shimCgroup(spec.Linux.CgroupsPath, c.systemdCgroup))
 	if err != nil {
 		return err
@@ -555,7 +550,7 @@ func (c *command) deleteByProgram(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	return c.program.delete(ctx, id, t.Bundle, c.eventSocket())
+	return c.program.delete(ctx, id, t.Bundle)
 }
 
 // delete kills and removes a task. With the task of a sandbox it removes all tasks, and ends the
