@@ -615,7 +615,7 @@ func (c *command) deleteTask(ctx context.Context, shim *client, r record, id str
 			return err
 		}
 	}
-	if err != nil {
+	if err != nil && r.Address != "" { // a shim that was not started has no task
 		if byProgram := c.deleteByProgram(ctx, id); byProgram != nil {
 			return errors.Join(err, byProgram)
 		}
