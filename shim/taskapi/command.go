@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 	"syscall"
 
 	task "github.com/containerd/containerd/api/runtime/task/v3"
@@ -198,18 +199,31 @@ func (c *command) printFeatures(ctx context.Context) error {
 	return json.NewEncoder(os.Stdout).Encode(f)
 }
 
+// gVisorAnnotations begins the names of annotations among the features of gVisor's shim.
+const gVisorAnnotations = "dev.gvisor."
+
 // help describes the command wait, as runsc does, if the processes of containers are invisible to
-// the node. Shims whose containers have namespaces of the node report them.
+// the node. Shims whose containers have namespaces of the node report them. So does gVisor's, whose
+// containers have namespaces in their sandbox.
 func (c *command) help(ctx context.Context) error {
 	f, err := c.features(ctx)
 	if err != nil {
 		return err
 	}
-	if f != nil && f.Linux != nil && slices.Contains(f.Linux.Namespaces, string(specs.PIDNamespace)) {
+	if f != nil && f.Linux != nil && slices.Contains(f.Linux.Namespaces, string(specs.PIDNamespace)) && !isGVisor(f) {
 		return errors.New("no such command")
 	}
 	fmt.Println("wait - included in run")
 	return nil
+}
+
+func isGVisor(f *features.Features) bool {
+	for name := range f.Annotations {
+		if strings.HasPrefix(name, gVisorAnnotations) {
+			return true
+		}
+	}
+	return false
 }
 
 // --- tasks ------------------------------------------------------------------------
