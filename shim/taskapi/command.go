@@ -515,14 +515,15 @@ func (c *command) attend(ctx context.Context, id string) (code int, err error) {
 	if a.streams, err = makeStreams(dir, process.Terminal); err != nil {
 		return 0, err
 	}
-	if err := c.attendStart(ctx, a, &process); err != nil {
-		return 0, err
+	if err = c.attendStart(ctx, a, &process); err == nil {
+		code = c.awaitExit(ctx, a)
+		a.finish()
 	}
-	code = c.awaitExit(ctx, a)
-	a.finish()
-	// A lost shim has no process to delete.
-	_ = a.client.delete(ctx, id, a.exec)
-	return code, nil
+	if a.client != nil {
+		// A shim keeps a process that did not start, too. A lost shim has no process to delete.
+		_ = a.client.delete(ctx, id, a.exec)
+	}
+	return code, err
 }
 
 // --- ends ---------------------------------------------------------------------------
