@@ -175,10 +175,15 @@ func TestShimSurvivesDaemon(t *testing.T) {
 
 // A shim that was killed, and one that hangs, do not keep their pod.
 func TestShimLost(t *testing.T) {
+	loseShim(t, "shim", func() harness.DaemonOption { return harness.WithRuncShim(t, "shim") })
+}
+
+func loseShim(t *testing.T, handler string, option func() harness.DaemonOption) {
+	t.Helper()
 	for name, signal := range map[string]syscall.Signal{"killed": syscall.SIGKILL, "stopped": syscall.SIGSTOP} {
 		t.Run(name, func(t *testing.T) {
-			d := harness.StartDaemon(t, harness.WithRuncShim(t, "shim"))
-			pod := runPodWith(t, d, "shim", harness.HostNetwork)
+			d := harness.StartDaemon(t, option())
+			pod := runPodWith(t, d, handler, harness.HostNetwork)
 			c := pod.Run(t)
 			pid := shimInit(t, d, c)
 			harness.Must(t, syscall.Kill(shimPID(t, d, pod), signal))
@@ -327,16 +332,7 @@ func TestShimRunsc(t *testing.T) {
 
 // A lost shim of gVisor takes its sandbox with it.
 func TestShimRunscLost(t *testing.T) {
-	d := harness.StartDaemon(t, withRunscShim(t))
-	pod := runPodWith(t, d, "gvisor", harness.HostNetwork)
-	c := pod.Run(t)
-	sandbox := shimInit(t, d, c)
-	harness.Must(t, syscall.Kill(shimPID(t, d, pod), syscall.SIGKILL))
-	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
-	pod.Remove(t)
-	if machine.Alive(sandbox) {
-		t.Errorf("the sandbox's process %d is alive", sandbox)
-	}
+	loseShim(t, "gvisor", func() harness.DaemonOption { return withRunscShim(t) })
 }
 
 // A shim that does not start, and whose command delete fails, leaves nothing of its pod.
