@@ -310,6 +310,7 @@ func TestShimRunsc(t *testing.T) {
 		c.WaitOutput(t, "terminal\r")
 		harness.Equal(t, "exec", c.Exec(t, "echo", "in"), "in")
 	})
+	t.Run("attach", func(t *testing.T) { testAttach(t, pod) })
 	t.Run("statistics", func(t *testing.T) {
 		pod.Run(t)
 		stats := harness.Get(d.Cri.PodSandboxStats(t.Context(), pod.Id))(t)
