@@ -231,7 +231,7 @@ func (b *ociBackend) attend(streams ociruntime.IO) (err error) {
 		return err
 	}
 	defer r.Close()
-	cmd := b.Runtime.Attend(b.ID, b.Dir, streams, verdict, w)
+	cmd := b.Runtime.Attend(b.ctx, b.ID, b.Dir, streams, verdict, w)
 	failpoint.Reach("launcher.start-attendant")
 	if err := errors.Join(cmd.Start(), w.Close()); err != nil {
 		return err
