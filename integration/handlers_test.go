@@ -254,12 +254,15 @@ func TestCrunSurvivesDaemon(t *testing.T) {
 	}
 }
 
+// networkOfGVisor is a configuration of CNI plugins. gVisor removes the pod's addresses from its
+// interface and uses them itself. The bridge plugin then has no source address to masquerade.
+func networkOfGVisor() string {
+	return strings.Replace(fixture.Conflist("test", "/run/runsc-network", fixture.Range4), `"ipMasq": true`, `"ipMasq": false`, 1)
+}
+
 // The containers of a pod run in one gVisor sandbox, with its own kernel.
 func TestRunsc(t *testing.T) {
-	// gVisor removes the pod's addresses from its interface and uses them itself. The bridge plugin
-	// then has no source address to masquerade.
-	network := strings.Replace(fixture.Conflist("test", "/run/runsc-network", fixture.Range4), `"ipMasq": true`, `"ipMasq": false`, 1)
-	d := harness.StartDaemon(t, harness.WithHandler("runsc", runsc(t)), harness.WithNetwork(network))
+	d := harness.StartDaemon(t, harness.WithHandler("runsc", runsc(t)), harness.WithNetwork(networkOfGVisor()))
 	pod := runPodWith(t, d, "runsc")
 	t.Run("lifecycle", func(t *testing.T) {
 		c := pod.Run(t, harness.Script("trap 'echo bye; exit 7' TERM; echo hello; dmesg | head -3; while :; do sleep 0.1; done"))

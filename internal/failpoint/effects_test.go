@@ -206,7 +206,6 @@ var unmarked = map[string]string{
 	"shim/ociruntime.removeTempDir: unix.Unmount os.RemoveAll":                        perCall,
 	"shim/ociruntime.RemoveRoot: os.RemoveAll":                                        byCaller,
 	"shim/taskapi.info: cmd.Output":                                                   "a shim, which only tells something",
-	"shim/taskapi.serveEvents: os.MkdirAll":                                           again,
 	"shim/taskapi.openShimLog: os.OpenFile":                                           "it creates nothing",
 	"shim/taskapi.Main: os.WriteFile":                                                 ofCommand,
 	"shim/taskapi.createTask: os.WriteFile":                                           ofCommand,

@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 	"syscall"
 
 	task "github.com/containerd/containerd/api/runtime/task/v3"
@@ -198,18 +199,31 @@ func (c *command) printFeatures(ctx context.Context) error {
 	return json.NewEncoder(os.Stdout).Encode(f)
 }
 
+// gVisorAnnotations begins the names of annotations among the features of gVisor's shim.
+const gVisorAnnotations = "dev.gvisor."
+
 // help describes the command wait, as runsc does, if the processes of containers are invisible to
-// the node. Shims whose containers have namespaces of the node report them.
+// the node. Shims whose containers have namespaces of the node report them. So does gVisor's, whose
+// containers have namespaces in their sandbox.
 func (c *command) help(ctx context.Context) error {
 	f, err := c.features(ctx)
 	if err != nil {
 		return err
 	}
-	if f != nil && f.Linux != nil && slices.Contains(f.Linux.Namespaces, string(specs.PIDNamespace)) {
+	if f != nil && f.Linux != nil && slices.Contains(f.Linux.Namespaces, string(specs.PIDNamespace)) && !isGVisor(f) {
 		return errors.New("no such command")
 	}
 	fmt.Println("wait - included in run")
 	return nil
+}
+
+func isGVisor(f *features.Features) bool {
+	for name := range f.Annotations {
+		if strings.HasPrefix(name, gVisorAnnotations) {
+			return true
+		}
+	}
+	return false
 }
 
 // --- tasks ------------------------------------------------------------------------
@@ -251,11 +265,6 @@ func (c *command) createSandbox(ctx context.Context, id string, spec *specs.Spec
 		return err
 	}
 	defer log.explain(&err)
-	events, err := serveEvents(c.eventSocket())
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, events.close()) }()
 	shim, r, err := c.startShim(ctx, id, c.bundle, shimCgroup(spec.Linux.CgroupsPath, c.systemdCgroup))
 	if err != nil {
 		return err
@@ -506,14 +515,15 @@ func (c *command) attend(ctx context.Context, id string) (code int, err error) {
 	if a.streams, err = makeStreams(dir, process.Terminal); err != nil {
 		return 0, err
 	}
-	if err := c.attendStart(ctx, a, &process); err != nil {
-		return 0, err
+	if err = c.attendStart(ctx, a, &process); err == nil {
+		code = c.awaitExit(ctx, a)
+		a.finish()
 	}
-	code = c.awaitExit(ctx, a)
-	a.finish()
-	// A lost shim has no process to delete.
-	_ = a.client.delete(ctx, id, a.exec)
-	return code, nil
+	if a.client != nil {
+		// A shim keeps a process that did not start, too. A lost shim has no process to delete.
+		_ = a.client.delete(ctx, id, a.exec)
+	}
+	return code, err
 }
 
 // --- ends ---------------------------------------------------------------------------
@@ -555,7 +565,7 @@ func (c *command) deleteByProgram(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	return c.program.delete(ctx, id, t.Bundle, c.eventSocket())
+	return c.program.delete(ctx, id, t.Bundle)
 }
 
 // delete kills and removes a task. With the task of a sandbox it removes all tasks, and ends the
@@ -644,7 +654,7 @@ func (c *command) deleteTask(ctx context.Context, shim *client, r record, id str
 			return err
 		}
 	}
-	if err != nil {
+	if err != nil && r.Address != "" { // a shim that was not started has no task
 		if byProgram := c.deleteByProgram(ctx, id); byProgram != nil {
 			return errors.Join(err, byProgram)
 		}

@@ -41,7 +41,6 @@ type record struct {
 func (p *pod) recordPath() string          { return filepath.Join(p.dir, "shim.json") }
 func (p *pod) lockPath() string            { return filepath.Join(p.dir, "lock") }
 func (p *pod) taskDir(id string) string    { return filepath.Join(p.dir, id) }
-func (p *pod) eventSocket() string         { return filepath.Join(socketDir, filepath.Base(p.dir)+".e") }
 func (p *pod) readRecord() (record, error) { return readJSON[record](p.recordPath()) }
 
 // writeJSON replaces a file.
@@ -116,7 +115,7 @@ func (p *pod) startShim(ctx context.Context, id, bundle, cgroupsPath string) (*c
 		}
 	}
 	var err error
-	if r.Address, r.Version, err = p.start(ctx, id, bundle, p.eventSocket()); err != nil {
+	if r.Address, r.Version, err = p.start(ctx, id, bundle); err != nil {
 		return nil, r, err
 	}
 	if err := writeJSON(p.recordPath(), r); err != nil {
@@ -169,15 +168,12 @@ func (p *pod) identify(ctx context.Context, c *client, r record) (err error) {
 	return writeJSON(p.recordPath(), r)
 }
 
-// endShim kills the pod's shim, if it still exists, and removes its cgroup, sockets and record.
+// endShim kills the pod's shim, if it still exists, and removes its cgroup, socket and record.
 func (p *pod) endShim(ctx context.Context, r record) error {
 	if err := p.killShim(ctx, r); err != nil {
 		return err
 	}
-	for _, socket := range []string{p.eventSocket(), socketPath(r.Address)} {
-		if socket == "" {
-			continue
-		}
+	if socket, ok := strings.CutPrefix(r.Address, "unix://"); ok {
 		if err := removeSocket(socket); err != nil {
 			return err
 		}
@@ -189,14 +185,6 @@ func (p *pod) endShim(ctx context.Context, r record) error {
 		return nil
 	}
 	return err
-}
-
-// socketPath returns the file of an address; empty: it has none.
-func socketPath(address string) string {
-	if path, ok := strings.CutPrefix(address, "unix://"); ok && filepath.Dir(path) == socketDir {
-		return path
-	}
-	return ""
 }
 
 // killShim kills the shim and waits for its end.
