@@ -50,19 +50,19 @@ func startKata(t *testing.T) (*os.Process, harness.DaemonOption) {
 	dir := harness.Get(os.MkdirTemp("/run", "kata"))(t)
 	config := filepath.Join(dir, "kata.toml")
 	harness.Must(t, os.WriteFile(config, fmt.Appendf(nil, kataConfig, filepath.Join(dir, kata.HypervisorSocket)), 0o600))
-	cmd := exec.CommandContext(t.Context(), "/proc/self/exe")
-	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), kataGuestEnv + "=" + dir, kataRuncEnv + "=" + runc}
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), kataGuestEnv + "=" + dir, kataRuncEnv + "=" + runc, "BERTH_KATA_DEBUG=" + os.Getenv("BERTH_KATA_DEBUG")}
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
-	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
 	harness.Must(t, cmd.Start())
 	t.Cleanup(func() {
-		_ = cmd.Wait() // SIGTERM ends it
+		harness.Must(t, cmd.Process.Signal(syscall.SIGTERM))
+		harness.Must(t, cmd.Wait())
 		harness.Must(t, os.RemoveAll(dir))
 	})
-	harness.Eventually(t, "the hypervisor serves", func() bool {
+	harness.Eventually(t, "the hypervisor serves", func() error {
 		_, err := os.Stat(filepath.Join(dir, kata.HypervisorSocket))
-		return err == nil
+		return err
 	})
 	return cmd.Process, harness.WithConfig("[handlers.kata]", `type = "shim"`, fmt.Sprintf("path = %q", shim),
 		fmt.Sprintf("options = [%q]", "ConfigPath="+config))

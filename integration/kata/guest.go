@@ -7,6 +7,7 @@
 package kata
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -56,6 +57,9 @@ func Serve(dir, runc string) error {
 		h.stopAll()
 		os.Exit(0)
 	}()
+	if err := serveSyslog(); err != nil {
+		return err
+	}
 	listener, err := net.Listen("unix", filepath.Join(dir, HypervisorSocket))
 	if err != nil {
 		return err
@@ -70,6 +74,32 @@ func Serve(dir, runc string) error {
 		"StopVM":   method(vmFields, h.stopVM),
 	})
 	return server.Serve(context.Background(), listener)
+}
+
+// serveSyslog prints the errors that shims log to the system. Kata's shim does not start without
+// syslog.
+func serveSyslog() error {
+	const path = "/var/run/log"
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	conn, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
+	if err != nil {
+		return err
+	}
+	go func() {
+		message := make([]byte, 64<<10)
+		for {
+			n, err := conn.Read(message)
+			if err != nil {
+				return
+			}
+			if bytes.Contains(message[:n], []byte("level=error")) || os.Getenv("BERTH_KATA_DEBUG") != "" {
+				fmt.Fprintf(os.Stderr, "%s\n", message[:n])
+			}
+		}
+	}()
+	return nil
 }
 
 func nothing(context.Context, *request) ([]byte, error) { return nil, nil }
