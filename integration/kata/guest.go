@@ -156,6 +156,7 @@ type vm struct {
 	id, dir, netns string
 	server         *ttrpc.Server
 	shim           atomic.Int64 // the process that has called the agent first
+	hostname       string       // after CreateSandbox
 
 	mu        sync.Mutex          // guards processes
 	processes map[string]*process // by container and exec ID
@@ -197,7 +198,7 @@ func (v *vm) method(f fields, do func(context.Context, *request) ([]byte, error)
 
 func (v *vm) methods() map[string]ttrpc.Method {
 	return map[string]ttrpc.Method{
-		"CreateSandbox":    v.method(fields{}, nothing),
+		"CreateSandbox":    v.method(sandboxFields, v.createSandbox),
 		"DestroySandbox":   v.method(fields{}, nothing),
 		"GetGuestDetails":  v.method(fields{}, nothing),
 		"SetGuestDateTime": v.method(fields{}, nothing),
@@ -217,6 +218,11 @@ func (v *vm) methods() map[string]ttrpc.Method {
 		"ReadStderr":       v.method(readFields, v.readStderr),
 		"TtyWinResize":     v.method(winsizeFields, v.resizeTerminal),
 	}
+}
+
+func (v *vm) createSandbox(_ context.Context, r *request) ([]byte, error) {
+	v.hostname = r.Hostname
+	return nil, nil
 }
 
 // stop kills the containers, as the end of a virtual machine does.

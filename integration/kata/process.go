@@ -52,6 +52,9 @@ func (v *vm) createContainer(_ context.Context, r *request) ([]byte, error) {
 	shared := "/run/kata-containers/shared/"
 	r.Spec.Root.Path = strings.Replace(r.Spec.Root.Path, shared+"containers/", shared+"sandboxes/"+v.id+"/shared/", 1)
 	r.Spec.Linux.CgroupsPath = "/kata-guest/" + r.ContainerID
+	// The agent makes these itself.
+	r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.PIDNamespace})
+	r.Spec.Hostname = v.hostname
 	if v.netns != "" {
 		r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: v.netns})
 	}

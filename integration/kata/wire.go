@@ -15,6 +15,7 @@ import (
 type request struct {
 	ID          string // of a virtual machine
 	NetNS       string
+	Hostname    string
 	ContainerID string
 	ExecID      string
 	Spec        specs.Spec
@@ -60,6 +61,7 @@ type fields map[protowire.Number]field
 // needs them. The names are those of request and of the runtime-spec.
 var (
 	vmFields      = fields{1: {name: "id", kind: text}, 3: {name: "netNS", kind: text}}
+	sandboxFields = fields{1: {name: "hostname", kind: text}}
 	processIDs    = fields{1: {name: "containerID", kind: text}, 2: {name: "execID", kind: text}}
 	createFields  = processIDs.with(fields{6: {name: "spec", kind: message, of: specFields}})
 	execFields    = processIDs.with(fields{4: {name: "process", kind: message, of: processFields}})

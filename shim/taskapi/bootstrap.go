@@ -150,7 +150,8 @@ func (p *program) failure(what, said string, err error) error {
 }
 
 // eventServer accepts the events of a shim. A shim connects to it before it serves tasks. Nobody
-// needs the events: exits come from Wait. It ends with create; a shim goes on without it.
+// needs the events: exits come from Wait. It ends with create, but its socket stays: a shim waits
+// five seconds for a missing socket with each event, and at last its queue is full.
 type eventServer struct {
 	server  *ttrpc.Server
 	serving sync.WaitGroup
@@ -173,6 +174,7 @@ func serveEvents(path string) (*eventServer, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listen for the shim's events: %w", err)
 	}
+	listener.(*net.UnixListener).SetUnlinkOnClose(false)
 	s := &eventServer{}
 	if s.server, err = ttrpc.NewServer(); err != nil {
 		return nil, errors.Join(err, listener.Close())
