@@ -111,3 +111,54 @@ func TestShimKata(t *testing.T) {
 		harness.Equal(t, "exec", c.Exec(t, "echo", "in"), "in")
 	})
 }
+
+// A daemon that was killed loses no line and no exit code, and a stopped pod leaves nothing of Kata.
+func TestShimKataSurvivesDaemon(t *testing.T) {
+	_, handler := startKata(t)
+	d := harness.StartDaemon(t, handler)
+	pod := runPodWith(t, d, "kata", harness.HostNetwork)
+	running := pod.Run(t)
+	ends := pod.Run(t, harness.Script("echo ready; while [ ! -e /end ]; do sleep 0.02; done; echo last; exit 11"))
+	ends.WaitOutput(t, "ready")
+	ends.Exec(t, "sh", "-c", "(sleep 1; touch /end) >/dev/null 2>&1 &")
+	d.Kill(t)
+	d.Start(t)
+	harness.Equal(t, "exit code", ends.WaitExited(t).ExitCode, 11)
+	harness.Equal(t, "output", ends.Output(t), "ready\nlast\n")
+	harness.Equal(t, "pod state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
+	harness.Equal(t, "exec", running.Exec(t, "echo", "still"), "still")
+	stopAndRemoveKata(t, d, pod)
+	harness.Equal(t, "exit code", running.WaitExited(t).ExitCode, 137)
+}
+
+// A pod whose agent or shim hangs is stopped and removed.
+func TestShimKataHangs(t *testing.T) {
+	for name, hang := range map[string]func(t *testing.T, hypervisor *os.Process, shim int){
+		"agent": func(t *testing.T, hypervisor *os.Process, _ int) { harness.Must(t, hypervisor.Signal(kata.HangSignal)) },
+		"shim":  func(t *testing.T, _ *os.Process, shim int) { harness.Must(t, syscall.Kill(shim, syscall.SIGSTOP)) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			hypervisor, handler := startKata(t)
+			d := harness.StartDaemon(t, handler)
+			pod := runPodWith(t, d, "kata", harness.HostNetwork)
+			c := pod.Run(t)
+			hang(t, hypervisor, shimPID(t, d, pod))
+			stopAndRemoveKata(t, d, pod)
+			harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
+		})
+	}
+}
+
+// stopAndRemoveKata stops and removes a pod as kubelet does, and checks that it leaves nothing of
+// Kata on the node.
+func stopAndRemoveKata(t *testing.T, d *harness.Daemon, pod *harness.Pod) {
+	t.Helper()
+	harness.Eventually(t, "the pod stops", func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) })
+	pod.Remove(t)
+	for _, dir := range []string{"/run/vc/sbs", "/run/kata-containers/shared/sandboxes", "/run/containerd/s", "/run/berth/s"} {
+		left, err := os.ReadDir(dir)
+		if err != nil && !os.IsNotExist(err) || len(left) > 0 {
+			t.Errorf("%s has %v left, %v", dir, left, err)
+		}
+	}
+}
