@@ -599,6 +599,11 @@ func (c *command) delete(ctx context.Context, id string) (err error) {
 	if err != nil {
 		return err
 	}
+	if shim != nil {
+		if err := shim.shutdown(ctx, id); err != nil {
+			return err
+		}
+	}
 	return c.endShim(ctx, r)
 }
 
