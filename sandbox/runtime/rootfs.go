@@ -72,11 +72,12 @@ func (k Roots) PauseImage(ctx context.Context, reference string) (*state.Image, 
 }
 
 // Pause returns the root filesystem of the embedded pause, one of berth's directories. If it has an
-// SELinux label, it is an overlay, because a bind mount cannot change the labels of files.
-func (k Roots) Pause(dir string, idMap *rootfs.IDMap, label string) rootfs.Spec {
-	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: dir}}, IDMap: idMap}
-	if label != "" {
-		root.Layers, root.Label = k.asOverlay(root.Layers), label
+// SELinux label, it is an overlay, because a bind mount cannot change the labels of files. A shim
+// gets an overlay, too: Kata's gives the disk of a bind mount to the virtual machine.
+func (k Roots) Pause(dir string, idMap *rootfs.IDMap, label string, shim bool) rootfs.Spec {
+	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: dir}}, IDMap: idMap, Label: label}
+	if label != "" || shim {
+		root.Layers = k.asOverlay(root.Layers)
 	}
 	return root
 }

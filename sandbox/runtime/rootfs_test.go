@@ -11,11 +11,11 @@ import (
 // directory. Without SELinux the pause needs no overlay.
 func TestMountsGetPodLabel(t *testing.T) {
 	var roots Roots
-	root := roots.Pause("/pause", nil, "pod-files")
+	root := roots.Pause("/pause", nil, "pod-files", false)
 	if root.Label != "pod-files" || len(root.Layers) < 2 || root.Layers[len(root.Layers)-1].Path != "/pause" {
 		t.Errorf("root of the pause is %+v, want an overlay with the label", root)
 	}
-	if root = roots.Pause("/pause", nil, ""); root.Label != "" || len(root.Layers) != 1 {
+	if root = roots.Pause("/pause", nil, "", false); root.Label != "" || len(root.Layers) != 1 {
 		t.Errorf("root of the pause without SELinux is %+v", root)
 	}
 

@@ -29,7 +29,8 @@ const (
 	callTimeout    = 10 * time.Second
 	// A daemon gives a runtime ten seconds to kill or delete a container. A shim that does not
 	// answer must be killed within that time.
-	endTimeout = 3 * time.Second
+	endTimeout      = 3 * time.Second
+	shutdownTimeout = 5 * time.Second
 )
 
 // errUnanswered says that a shim did not answer in time, or that its connection ended.
@@ -141,4 +142,14 @@ func (c *client) kill(ctx context.Context, id, exec string, signal uint32, all b
 
 func (c *client) delete(ctx context.Context, id, exec string) error {
 	return c.call(ctx, endTimeout, "Delete", &task.DeleteRequest{ID: id, ExecID: exec}, &task.DeleteResponse{})
+}
+
+// shutdown makes a shim without tasks remove the rest of its sandbox, such as a virtual machine, and
+// exit. Many shims exit without an answer.
+func (c *client) shutdown(ctx context.Context, id string) error {
+	err := c.call(ctx, shutdownTimeout, "Shutdown", &task.ShutdownRequest{ID: id}, &emptypb.Empty{})
+	if errors.Is(err, errUnanswered) {
+		return nil // it is killed next
+	}
+	return err
 }

@@ -571,14 +571,14 @@ func (c *command) deleteByProgram(ctx context.Context, id string) error {
 // delete kills and removes a task. With the task of a sandbox it removes all tasks, and ends the
 // shim.
 func (c *command) delete(ctx context.Context, id string) (err error) {
-	if _, err := os.Lstat(c.dir); errors.Is(err, fs.ErrNotExist) {
+	if !c.exists(id) {
 		return nil
 	}
 	unlock, err := c.lock()
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, unlock()) }()
+	defer func() { err = errors.Join(err, c.removeIdle(), unlock()) }()
 	shim, r, err := c.connect(ctx)
 	if err != nil && !errors.Is(err, errUnanswered) && !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -599,7 +599,36 @@ func (c *command) delete(ctx context.Context, id string) (err error) {
 	if err != nil {
 		return err
 	}
+	if shim != nil {
+		if err := shim.shutdown(ctx, id); err != nil {
+			return err
+		}
+	}
 	return c.endShim(ctx, r)
+}
+
+// exists returns whether the pod has a shim, or the task a directory.
+func (c *command) exists(id string) bool {
+	for _, path := range []string{c.recordPath(), c.taskDir(id)} {
+		if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
+			return true
+		}
+	}
+	return false
+}
+
+// removeIdle removes the lock of a pod that has no shim any more.
+func (c *command) removeIdle() error {
+	if _, err := os.Lstat(c.recordPath()); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	failpoint.Reach("task.remove-lock")
+	err := os.Remove(c.lockPath())
+	failpoint.Reach("task.lock-removed")
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
 }
 
 // tasks returns the IDs of the pod's tasks.

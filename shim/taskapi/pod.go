@@ -39,6 +39,7 @@ type record struct {
 }
 
 func (p *pod) recordPath() string          { return filepath.Join(p.dir, "shim.json") }
+func (p *pod) lockPath() string            { return filepath.Join(p.dir, "lock") }
 func (p *pod) taskDir(id string) string    { return filepath.Join(p.dir, id) }
 func (p *pod) readRecord() (record, error) { return readJSON[record](p.recordPath()) }
 
@@ -71,7 +72,7 @@ func readJSON[T any](path string) (content T, err error) {
 
 // lock excludes the other commands that start, use or end the pod's shim, until unlock.
 func (p *pod) lock() (unlock func() error, err error) {
-	f, err := os.OpenFile(filepath.Join(p.dir, "lock"), os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
+	f, err := os.OpenFile(p.lockPath(), os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
 	if err != nil {
 		return nil, err
 	}
@@ -177,15 +178,13 @@ func (p *pod) endShim(ctx context.Context, r record) error {
 			return err
 		}
 	}
-	for _, file := range []string{p.recordPath(), filepath.Join(p.dir, "lock")} {
-		failpoint.Reach("task.remove-record")
-		err := os.Remove(file)
-		failpoint.Reach("task.record-removed")
-		if err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return err
-		}
+	failpoint.Reach("task.remove-record")
+	err := os.Remove(p.recordPath())
+	failpoint.Reach("task.record-removed")
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
 	}
-	return nil
+	return err
 }
 
 // killShim kills the shim and waits for its end.

@@ -1,0 +1,163 @@
+package integration
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+	"berth/integration/kata"
+)
+
+// Of the process that serves as hypervisor: its directory, and runc.
+const (
+	kataGuestEnv = "BERTH_KATA_GUEST"
+	kataRuncEnv  = "BERTH_KATA_RUNC"
+)
+
+// kataConfig is a configuration of Kata with the hypervisor at a socket.
+const kataConfig = `[hypervisor.remote]
+remote_hypervisor_socket = %q
+remote_hypervisor_timeout = 60
+disable_guest_selinux = true
+[agent.kata]
+dial_timeout = 10
+[runtime]
+internetworking_model = "none"
+disable_guest_seccomp = true
+disable_new_netns = true
+sandbox_cgroup_only = true
+static_sandbox_resource_mgmt = true
+create_container_timeout = 60
+`
+
+// startKata starts Kata's hypervisor. It returns its process and the daemon's handler "kata".
+func startKata(t *testing.T) (*os.Process, harness.DaemonOption) {
+	t.Helper()
+	shim := os.Getenv("BERTH_KATA_SHIM")
+	if shim == "" {
+		t.Skip("NOT TESTED: BERTH_KATA_SHIM is not the path of Kata's containerd-shim-kata-v2")
+	}
+	runc := filepath.Join(harness.Containerd(t), "runc")
+	dir := harness.Get(os.MkdirTemp("/run", "kata"))(t)
+	config := filepath.Join(dir, "kata.toml")
+	harness.Must(t, os.WriteFile(config, fmt.Appendf(nil, kataConfig, filepath.Join(dir, kata.HypervisorSocket)), 0o600))
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), kataGuestEnv + "=" + dir, kataRuncEnv + "=" + runc, "BERTH_KATA_DEBUG=" + os.Getenv("BERTH_KATA_DEBUG")}
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	harness.Must(t, cmd.Start())
+	t.Cleanup(func() {
+		harness.Must(t, cmd.Process.Signal(syscall.SIGTERM))
+		harness.Must(t, cmd.Wait())
+		harness.Must(t, os.RemoveAll(dir))
+	})
+	harness.Eventually(t, "the hypervisor serves", func() error {
+		_, err := os.Stat(filepath.Join(dir, kata.HypervisorSocket))
+		return err
+	})
+	return cmd.Process, harness.WithConfig("[handlers.kata]", `type = "shim"`, fmt.Sprintf("path = %q", shim),
+		fmt.Sprintf("options = [%q]", "ConfigPath="+config))
+}
+
+// A pod of Kata's shim, with an agent that runs containers on the node.
+func TestShimKata(t *testing.T) {
+	_, handler := startKata(t)
+	d := harness.StartDaemon(t, handler)
+	_, problems := handlersOf(t, d)
+	harness.Equal(t, "problem", problems["kata"], "")
+	pod := runPodWith(t, d, "kata")
+	t.Run("lifecycle", func(t *testing.T) {
+		c := pod.Run(t, harness.Script("trap 'echo bye; exit 7' TERM; echo hello; echo oops >&2; while :; do sleep 0.02; done"))
+		c.WaitOutput(t, "hello")
+		harness.Equal(t, "exec", c.Exec(t, "sh", "-c", "echo in; exec echo $0", "x"), "in\nx")
+		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "exit 3"}, 0)
+		harness.Equal(t, "exit code of an exec", harness.ExitCode(err), 3)
+		c.Stop(t, 10)
+		harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 7)
+		if out := c.Output(t); !harness.Contains(out, "bye") || !harness.Contains(out, "oops") {
+			t.Errorf("the log is %q", out)
+		}
+	})
+	t.Run("bad command", func(t *testing.T) {
+		c := pod.Create(t, harness.Command("/no/such/program"))
+		harness.WantCode(t, d.Cri.StartContainer(t.Context(), c.Id), codes.InvalidArgument, "/no/such/program")
+	})
+	t.Run("long output", func(t *testing.T) {
+		c, _ := pod.RunToEnd(t, harness.Script("seq 20000"))
+		if lines := strings.Count(c.Output(t), "\n"); lines != 20000 {
+			t.Errorf("the log has %d lines, want 20000", lines)
+		}
+	})
+	t.Run("kill", func(t *testing.T) {
+		c := pod.Run(t, harness.Script("trap '' TERM; sleep 1000 & sleep 1000"))
+		c.Stop(t, 0)
+		harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
+	})
+	t.Run("network", func(t *testing.T) {
+		harness.Equal(t, "address", pod.Run(t).Exec(t, "hostname", "-i"), pod.Ip(t))
+	})
+	t.Run("terminal", func(t *testing.T) {
+		c := pod.Run(t, harness.Script("[ -t 0 ] && echo terminal; exec sleep 1000"), func(c *runtimeapi.ContainerConfig) { c.Tty = true })
+		c.WaitOutput(t, "terminal\r")
+		harness.Equal(t, "exec", c.Exec(t, "echo", "in"), "in")
+	})
+}
+
+// A daemon that was killed loses no line and no exit code, and a stopped pod leaves nothing of Kata.
+func TestShimKataSurvivesDaemon(t *testing.T) {
+	_, handler := startKata(t)
+	d := harness.StartDaemon(t, handler)
+	pod := runPodWith(t, d, "kata", harness.HostNetwork)
+	running := pod.Run(t)
+	ends := pod.Run(t, harness.Script("echo ready; while [ ! -e /end ]; do sleep 0.02; done; echo last; exit 11"))
+	ends.WaitOutput(t, "ready")
+	ends.Exec(t, "sh", "-c", "(sleep 1; touch /end) >/dev/null 2>&1 &")
+	d.Kill(t)
+	d.Start(t)
+	harness.Equal(t, "exit code", ends.WaitExited(t).ExitCode, 11)
+	harness.Equal(t, "output", ends.Output(t), "ready\nlast\n")
+	harness.Equal(t, "pod state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
+	harness.Equal(t, "exec", running.Exec(t, "echo", "still"), "still")
+	stopAndRemoveKata(t, d, pod)
+	harness.Equal(t, "exit code", running.WaitExited(t).ExitCode, 137)
+}
+
+// A pod whose agent or shim hangs is stopped and removed.
+func TestShimKataHangs(t *testing.T) {
+	for name, hang := range map[string]func(t *testing.T, hypervisor *os.Process, shim int){
+		"agent": func(t *testing.T, hypervisor *os.Process, _ int) { harness.Must(t, hypervisor.Signal(kata.HangSignal)) },
+		"shim":  func(t *testing.T, _ *os.Process, shim int) { harness.Must(t, syscall.Kill(shim, syscall.SIGSTOP)) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			hypervisor, handler := startKata(t)
+			d := harness.StartDaemon(t, handler)
+			pod := runPodWith(t, d, "kata", harness.HostNetwork)
+			c := pod.Run(t)
+			hang(t, hypervisor, shimPID(t, d, pod))
+			stopAndRemoveKata(t, d, pod)
+			harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
+		})
+	}
+}
+
+// stopAndRemoveKata stops and removes a pod as kubelet does, and checks that it leaves nothing of
+// Kata on the node.
+func stopAndRemoveKata(t *testing.T, d *harness.Daemon, pod *harness.Pod) {
+	t.Helper()
+	harness.Eventually(t, "the pod stops", func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) })
+	pod.Remove(t)
+	for _, dir := range []string{"/run/vc/sbs", "/run/kata-containers/shared/sandboxes", "/run/containerd/s", "/run/berth/s"} {
+		left, err := os.ReadDir(dir)
+		if err != nil && !os.IsNotExist(err) || len(left) > 0 {
+			t.Errorf("%s has %v left, %v", dir, left, err)
+		}
+	}
+}
