@@ -263,14 +263,20 @@ func (k *kubeadm) pushImages(t *testing.T, version string) {
 	}
 }
 
-// imageOf returns an image that contains a program.
+// imageOf returns an image that contains a program. Programs that are links to one file share its
+// layer.
 func (k *kubeadm) imageOf(t *testing.T, program string) v1.Image {
 	t.Helper()
-	body := harness.Get(os.ReadFile(kubernetesProgram(t, program)))(t)
+	file := harness.Get(filepath.EvalSymlinks(kubernetesProgram(t, program)))(t)
+	body := harness.Get(os.ReadFile(file))(t)
+	name := filepath.Base(file)
 	tree := fixture.Tree{fixture.Dir("usr", 0o755), fixture.Dir("usr/local", 0o755), fixture.Dir("usr/local/bin", 0o755)}
-	tree = append(tree, fixture.File("usr/local/bin/"+program, 0o755, string(body)))
-	layer := harness.Get(tree.Layer(fixture.Plain))(t)
-	return harness.Get(fixture.ImageOf(v1.Config{Env: []string{"PATH=/usr/local/bin"}}, layer))(t)
+	tree = append(tree, fixture.File("usr/local/bin/"+name, 0o755, string(body)))
+	layers := []v1.Layer{harness.PackLayer(t, tree, fixture.Plain)}
+	if name != program {
+		layers = append(layers, harness.PackLayer(t, fixture.Tree{fixture.Symlink("usr/local/bin/"+program, name)}, fixture.Plain))
+	}
+	return harness.Get(fixture.ImageOf(v1.Config{Env: []string{"PATH=/usr/local/bin"}}, layers...))(t)
 }
 
 // writeKubeletConfiguration writes kubelet's settings for this machine, a second directory beside
