@@ -30,7 +30,7 @@ func TestControlPlaneKubeadm(t *testing.T) {
 	for _, name := range append(controlPlanePrograms, "kubeadm", "kubectl", "kubelet") {
 		kubernetesProgram(t, name)
 	}
-	c := newKubeadmCluster(t)
+	c := newKubeadmCluster(t, builtIn)
 	for _, b := range harness.Get(pages.Read(checkoutDir))(t)["kubeadm.md"] {
 		switch {
 		case b.RunsIn(pages.Kubeadm):
@@ -57,16 +57,18 @@ type kubeadmCluster struct {
 	output        string // of all blocks
 }
 
-func newKubeadmCluster(t *testing.T) *kubeadmCluster {
+func newKubeadmCluster(t *testing.T, network string) *kubeadmCluster {
 	t.Helper()
 	first := &kubeadm{node: &node{dir: t.TempDir()}, env: []string{"NODE=" + secondNode, "KUBECONFIG=/etc/kubernetes/admin.conf"}}
 	first.makeCgroups(t)
-	first.page = newPageNode(t)
+	first.page = newPageMachine(t)
+	first.page.configure(t, network)
+	first.page.serve(t)
 	addNodeAddress(t)
 	hosts := "127.0.0.1 localhost\n" + kubeletAddress + " " + kubeletNode + "\n" + secondAddress + " " + secondNode + "\n"
 	harness.Must(t, os.WriteFile("/etc/hosts", []byte(hosts), 0o600))
 	c := &kubeadmCluster{first: first, version: strings.TrimSpace(first.command(t, "kubeadm", "version", "-o", "short"))}
-	c.second = newSecondNode(t, first.page)
+	c.second = newSecondNode(t, first.page, network)
 	first.writeConfiguration(t)
 	first.pushImages(t, c.version)
 	for _, m := range []*kubeadm{c.first, c.second} {
