@@ -89,7 +89,7 @@ func TestConformance(t *testing.T) {
 		c.runSpecs(t, "--procs=3", `--focus=\[Conformance\]`, `--skip=\[Serial\]`, "--timeout="+limit)
 	})
 	t.Run("Serial", func(t *testing.T) {
-		c.runSpecs(t, `--focus=\[Serial\].*\[Conformance\]`, "--timeout="+limit)
+		c.runSpecs(t, `--focus=\[Conformance\].*\[Serial\]`, "--timeout="+limit)
 	})
 }
 
@@ -322,6 +322,9 @@ func (c *kubeadmCluster) runSpecs(t *testing.T, options ...string) map[string][]
 		t.Error(spec)
 	}
 	t.Logf("%d passed, %d failed, %d not selected in %v", len(results["passed"]), len(results["failed"]), len(results["skipped"]), p.cmd.ProcessState.UserTime().Round(time.Second))
+	if len(results["passed"])+len(results["failed"]) == 0 {
+		t.Error("no spec was selected")
+	}
 	if !p.cmd.ProcessState.Success() {
 		t.Errorf("the suite ended with %v\n%s", p.cmd.ProcessState, p.tail())
 	}
