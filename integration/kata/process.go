@@ -92,6 +92,9 @@ func (v *vm) launch(r *request, terminal bool, args ...string) error {
 		return err
 	}
 	err = v.call(streams, append(args, r.ContainerID)...)
+	if err != nil && strings.Contains(err.Error(), "no such file or directory") && strings.Contains(err.Error(), "exec: ") {
+		err = fmt.Errorf("the file %s was not found", r.program()) // as Kata's agent
+	}
 	for _, f := range streams {
 		err = errors.Join(err, closeFile(f))
 	}
@@ -113,6 +116,14 @@ func (v *vm) launch(r *request, terminal bool, args ...string) error {
 	v.mu.Unlock()
 	go p.follow()
 	return nil
+}
+
+// program returns the program of the process in a request.
+func (r *request) program() string {
+	if r.Spec.Process != nil {
+		return r.Spec.Process.Args[0]
+	}
+	return r.Process.Args[0]
 }
 
 func closeFile(f *os.File) error {

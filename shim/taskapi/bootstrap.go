@@ -100,7 +100,7 @@ func isAddress(text string) bool {
 
 // delete calls the shim's own command delete, which removes what a dead shim has left.
 func (p *program) delete(ctx context.Context, id, bundle, eventSocket string) error {
-	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	ctx, cancel := context.WithTimeout(ctx, deleteTimeout)
 	defer cancel()
 	cmd := p.command(ctx, id, bundle, eventSocket, "-bundle", bundle, "delete")
 	var said bytes.Buffer
@@ -192,7 +192,11 @@ func (s *eventServer) close() error {
 	return err
 }
 
+// removeSocket removes the socket at path. Anything else there is not removed.
 func removeSocket(path string) error {
+	if info, err := os.Lstat(path); err != nil || info.Mode().Type() != os.ModeSocket {
+		return nil
+	}
 	if err := unix.Unlink(path); err != nil && err != unix.ENOENT {
 		return &os.PathError{Op: "remove socket", Path: path, Err: err}
 	}

@@ -31,6 +31,7 @@ const (
 	// answer must be killed within that time.
 	endTimeout      = 3 * time.Second
 	shutdownTimeout = 5 * time.Second
+	deleteTimeout   = 5 * time.Second // of the shim's command delete
 )
 
 // errUnanswered says that a shim did not answer in time, or that its connection ended.

@@ -53,6 +53,8 @@ type taskRecord struct {
 	streams
 	Bundle string   `json:"bundle"`
 	Mounts []string `json:"mounts,omitempty"` // in the shim's mount namespace
+	// Deletes counts the calls of the shim's command delete, without the one that succeeded.
+	Deletes int `json:"deletes,omitempty"`
 }
 
 // Main carries out one command and returns the exit code.
@@ -527,13 +529,21 @@ func (c *command) kill(ctx context.Context, id string) (err error) {
 	return err
 }
 
+// maxDeletes is how often the shim's command delete is called for a task. After a half-done delete
+// Kata's has nothing to read, and fails forever. Containerd ignores its errors, too.
+const maxDeletes = 2
+
 // deleteByProgram calls the shim's program to remove a task that no shim serves.
 func (c *command) deleteByProgram(ctx context.Context, id string) error {
 	t, err := c.readTask(id)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
-	if err != nil {
+	if err != nil || t.Deletes == maxDeletes {
+		return err
+	}
+	t.Deletes++ // before the call, which may be killed
+	if err := c.saveTask(id, t); err != nil {
 		return err
 	}
 	return c.program.delete(ctx, id, t.Bundle, c.eventSocket())

@@ -35,6 +35,8 @@ type record struct {
 	Version   int32  `json:"version,omitempty"`
 	PID       int    `json:"pid,omitempty"`
 	StartTime uint64 `json:"startTime,omitempty"`
+	// Entered is the cgroup that a shim has made for itself and its virtual machine.
+	Entered string `json:"entered,omitempty"`
 }
 
 func (p *pod) recordPath() string          { return filepath.Join(p.dir, "shim.json") }
@@ -157,7 +159,27 @@ func (p *pod) identify(ctx context.Context, c *client, r record) (err error) {
 	if r.StartTime, err = pidfd.StartTime(r.PID); err != nil {
 		return fmt.Errorf("the shim's process %d: %w", r.PID, err)
 	}
+	if r.Entered, err = enteredCgroup(r); err != nil {
+		return err
+	}
 	return writeJSON(p.recordPath(), r)
+}
+
+// enteredCgroup returns the cgroup of a shim's process, if the shim has made it for its sandbox.
+// Kata's name contains the sandbox's ID.
+func enteredCgroup(r record) (string, error) {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", r.PID))
+	if err != nil {
+		return "", err
+	}
+	for line := range strings.Lines(string(data)) {
+		_, rest, _ := strings.Cut(strings.TrimSpace(line), ":")
+		_, dir, _ := strings.Cut(rest, ":")
+		if strings.Contains(path.Base(dir), r.Sandbox) && dir != r.Cgroup {
+			return dir, nil
+		}
+	}
+	return "", nil
 }
 
 // endShim kills the pod's shim, if it still exists, and removes its cgroup, sockets and record.
@@ -165,13 +187,11 @@ func (p *pod) endShim(ctx context.Context, r record) error {
 	if err := p.killShim(ctx, r); err != nil {
 		return err
 	}
-	for _, socket := range []string{p.eventSocket(), socketPath(r.Address)} {
-		if socket == "" {
-			continue
-		}
-		if err := removeSocket(socket); err != nil {
-			return err
-		}
+	if err := removeSocket(p.eventSocket()); err != nil {
+		return err
+	}
+	if err := removeSocket(strings.TrimPrefix(r.Address, "unix://")); err != nil {
+		return err
 	}
 	for _, file := range []string{p.recordPath(), filepath.Join(p.dir, "lock")} {
 		if err := os.Remove(file); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -181,15 +201,7 @@ func (p *pod) endShim(ctx context.Context, r record) error {
 	return nil
 }
 
-// socketPath returns the file of an address; empty: it has none.
-func socketPath(address string) string {
-	if path, ok := strings.CutPrefix(address, "unix://"); ok && filepath.Dir(path) == socketDir {
-		return path
-	}
-	return ""
-}
-
-// killShim kills the shim and waits for its end.
+// killShim kills the shim with its cgroups, and waits for its end.
 func (p *pod) killShim(ctx context.Context, r record) error {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
@@ -198,17 +210,19 @@ func (p *pod) killShim(ctx context.Context, r record) error {
 			return fmt.Errorf("kill the shim: %w", err)
 		}
 	}
-	if r.Cgroup == "" {
-		return nil
+	for _, dir := range []string{r.Cgroup, r.Entered} {
+		if dir == "" {
+			continue
+		}
+		group, err := cgroup.Open(dir, false)
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(group.Kill(ctx), group.Destroy(ctx)); err != nil {
+			return fmt.Errorf("kill the shim: %w", err)
+		}
 	}
-	group, err := cgroup.Open(r.Cgroup, false)
-	if err != nil {
-		return err
-	}
-	if err := group.Kill(ctx); err != nil {
-		return fmt.Errorf("kill the shim: %w", err)
-	}
-	return group.Destroy(ctx)
+	return nil
 }
 
 func endProcess(ctx context.Context, pid int, startTime uint64) error {
