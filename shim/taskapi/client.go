@@ -130,6 +130,12 @@ func (c *client) addProcess(ctx context.Context, request *task.ExecProcessReques
 	return c.do(ctx, "Exec", request)
 }
 
+// update changes the limits of a task.
+func (c *client) update(ctx context.Context, id string, resources []byte) error {
+	return c.do(ctx, "Update", &task.UpdateTaskRequest{ID: id, Resources: &anypb.Any{
+		TypeUrl: "types.containerd.io/opencontainers/runtime-spec/1/LinuxResources", Value: resources}})
+}
+
 // wait waits for a process and returns its exit code, which is 128+signal after a signal.
 func (c *client) wait(ctx context.Context, id, exec string) (code int, err error) {
 	var exited task.WaitResponse

@@ -118,6 +118,7 @@ func (c *command) parse() error {
 	options.StringVar(&c.process, "process", "", "")
 	options.IntVar(&c.processID, "pid", 0, "")
 	options.IntVar(&c.processID, "pgid", 0, "")
+	options.String("resources", "", "")
 	options.Bool("force", false, "")
 	options.Bool("detach", false, "")
 	err := options.Parse(c.args[1:])
@@ -149,6 +150,8 @@ func (c *command) execute(name string) (code int, err error) {
 		return c.attend(ctx, id)
 	case "state":
 		return 0, c.state(ctx, id)
+	case "update":
+		return 0, c.update(ctx, id)
 	case "kill":
 		return 0, c.kill(ctx, id)
 	case "delete":
@@ -408,6 +411,20 @@ func (c *command) state(ctx context.Context, id string) (err error) {
 		return err
 	}
 	return json.NewEncoder(os.Stdout).Encode(map[string]any{"id": id, "pid": state.Pid, "status": statusName(&state)})
+}
+
+// update changes the limits of a task to those in standard input.
+func (c *command) update(ctx context.Context, id string) (err error) {
+	resources, err := io.ReadAll(os.Stdin)
+	if err != nil {
+		return err
+	}
+	shim, _, err := c.connect(ctx)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, shim.close()) }()
+	return shim.update(ctx, id, resources)
 }
 
 // --- further processes --------------------------------------------------------------
