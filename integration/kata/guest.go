@@ -137,7 +137,11 @@ func (h *hypervisor) stopVM(_ context.Context, r *request) ([]byte, error) {
 		return nil, nil
 	}
 	delete(h.vms, r.ID)
-	return nil, v.stop()
+	err := v.stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "stop virtual machine", r.ID, err)
+	}
+	return nil, err
 }
 
 func (h *hypervisor) stopAll() {
@@ -239,6 +243,12 @@ func (v *vm) stop() error {
 	for _, id := range ids {
 		_, removeErr := v.removeContainer(context.Background(), &request{ContainerID: id})
 		err = errors.Join(err, removeErr)
+	}
+	// A container that was half made has no process.
+	left, globErr := filepath.Glob(filepath.Join(v.dir, "runc", "*"))
+	err = errors.Join(err, globErr)
+	for _, dir := range left {
+		err = errors.Join(err, v.call(nil, "delete", "--force", filepath.Base(dir)))
 	}
 	return errors.Join(err, os.RemoveAll(v.dir))
 }
