@@ -26,6 +26,7 @@ const (
 const kataConfig = `[hypervisor.remote]
 remote_hypervisor_socket = %q
 remote_hypervisor_timeout = 60
+default_memory = 512
 disable_guest_selinux = true
 [agent.kata]
 dial_timeout = 10
@@ -39,7 +40,10 @@ create_container_timeout = 60
 `
 
 // hypervisor is a process that serves as Kata's hypervisor.
-type hypervisor struct{ *exec.Cmd }
+type hypervisor struct {
+	*exec.Cmd
+	dir string
+}
 
 // stop ends the hypervisor, and the virtual machines that nobody has stopped.
 func (h *hypervisor) stop(t *testing.T) {
@@ -62,7 +66,7 @@ func startKata(t *testing.T) (*hypervisor, harness.DaemonOption) {
 	dir := harness.Get(os.MkdirTemp("/run", "kata"))(t)
 	config := filepath.Join(dir, "kata.toml")
 	harness.Must(t, os.WriteFile(config, fmt.Appendf(nil, kataConfig, filepath.Join(dir, kata.HypervisorSocket)), 0o600))
-	cmd := &hypervisor{exec.Command("/proc/self/exe")}
+	cmd := &hypervisor{exec.Command("/proc/self/exe"), dir}
 	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), kataGuestEnv + "=" + dir, kataRuncEnv + "=" + runc, "BERTH_KATA_DEBUG=" + os.Getenv("BERTH_KATA_DEBUG")}
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
@@ -81,11 +85,16 @@ func startKata(t *testing.T) (*hypervisor, harness.DaemonOption) {
 
 // A pod of Kata's shim, with an agent that runs containers on the node.
 func TestShimKata(t *testing.T) {
-	_, handler := startKata(t)
+	h, handler := startKata(t)
 	d := harness.StartDaemon(t, handler)
 	_, problems := handlersOf(t, d)
 	harness.Equal(t, "problem", problems["kata"], "")
-	pod := runPodWith(t, d, "kata")
+	const mib = 1 << 20
+	pod := runPodWith(t, d, "kata", func(c *runtimeapi.PodSandboxConfig) {
+		c.Linux.Resources = &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 100 * mib}
+	})
+	memory := string(harness.Get(os.ReadFile(filepath.Join(h.dir, kata.MemoryFile)))(t))
+	harness.Equal(t, "MiB of the virtual machine", memory, "612") // with Kata's default_memory
 	t.Run("lifecycle", func(t *testing.T) {
 		c := pod.Run(t, harness.Script("trap 'echo bye; exit 7' TERM; echo hello; echo oops >&2; while :; do sleep 0.02; done"))
 		c.WaitOutput(t, "hello")

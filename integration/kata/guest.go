@@ -29,6 +29,10 @@ import (
 // HypervisorSocket is the name of the hypervisor's socket in its directory.
 const HypervisorSocket = "h"
 
+// MemoryFile is the file in the hypervisor's directory with the memory that a shim has requested for
+// the newest virtual machine, in MiB.
+const MemoryFile = "memory"
+
 // HangSignal makes all agents of a hypervisor hang: they accept requests, and never answer again.
 const HangSignal = syscall.SIGUSR1
 
@@ -109,6 +113,10 @@ func (h *hypervisor) createVM(_ context.Context, r *request) ([]byte, error) {
 	defer h.mu.Unlock()
 	v := &vm{hypervisor: h, id: r.ID, dir: filepath.Join(h.dir, r.ID[:8]), netns: r.NetNS, processes: map[string]*process{}}
 	if err := os.Mkdir(v.dir, 0o700); err != nil {
+		return nil, err
+	}
+	size := r.Annotations["io.katacontainers.config.hypervisor.default_memory"]
+	if err := os.WriteFile(filepath.Join(h.dir, MemoryFile), []byte(size), 0o600); err != nil {
 		return nil, err
 	}
 	socket := filepath.Join(v.dir, "agent")
