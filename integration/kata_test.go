@@ -26,7 +26,6 @@ const (
 const kataConfig = `[hypervisor.remote]
 remote_hypervisor_socket = %q
 remote_hypervisor_timeout = 60
-default_memory = 512
 disable_guest_selinux = true
 [agent.kata]
 dial_timeout = 10
@@ -94,7 +93,7 @@ func TestShimKata(t *testing.T) {
 		c.Linux.Resources = &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 100 * mib}
 	})
 	memory := string(harness.Get(os.ReadFile(filepath.Join(h.dir, kata.MemoryFile)))(t))
-	harness.Equal(t, "MiB of the virtual machine", memory, "612") // with Kata's default_memory
+	harness.Equal(t, "MiB of the virtual machine", memory, "100")
 	t.Run("lifecycle", func(t *testing.T) {
 		c := pod.Run(t, harness.Script("trap 'echo bye; exit 7' TERM; echo hello; echo oops >&2; while :; do sleep 0.02; done"))
 		c.WaitOutput(t, "hello")
