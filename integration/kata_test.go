@@ -38,8 +38,23 @@ static_sandbox_resource_mgmt = true
 create_container_timeout = 60
 `
 
-// startKata starts Kata's hypervisor. It returns its process and the daemon's handler "kata".
-func startKata(t *testing.T) (*os.Process, harness.DaemonOption) {
+// hypervisor is a process that serves as Kata's hypervisor.
+type hypervisor struct {
+	*exec.Cmd
+	dir string
+}
+
+// stop ends the hypervisor, and the virtual machines that nobody has stopped.
+func (h *hypervisor) stop(t *testing.T) {
+	t.Helper()
+	if h.ProcessState == nil {
+		harness.Must(t, h.Process.Signal(syscall.SIGTERM))
+		harness.Must(t, h.Wait())
+	}
+}
+
+// startKata starts Kata's hypervisor. It returns the daemon's handler "kata", too.
+func startKata(t *testing.T) (*hypervisor, harness.DaemonOption) {
 	t.Helper()
 	shim := os.Getenv("BERTH_KATA_SHIM")
 	if shim == "" {
@@ -49,31 +64,35 @@ func startKata(t *testing.T) (*os.Process, harness.DaemonOption) {
 	dir := harness.Get(os.MkdirTemp("/run", "kata"))(t)
 	config := filepath.Join(dir, "kata.toml")
 	harness.Must(t, os.WriteFile(config, fmt.Appendf(nil, kataConfig, filepath.Join(dir, kata.HypervisorSocket)), 0o600))
-	cmd := exec.Command("/proc/self/exe")
+	cmd := &hypervisor{exec.Command("/proc/self/exe"), dir}
 	cmd.Env = []string{"PATH=" + os.Getenv("PATH"), kataGuestEnv + "=" + dir, kataRuncEnv + "=" + runc, "BERTH_KATA_DEBUG=" + os.Getenv("BERTH_KATA_DEBUG")}
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	harness.Must(t, cmd.Start())
 	t.Cleanup(func() {
-		harness.Must(t, cmd.Process.Signal(syscall.SIGTERM))
-		harness.Must(t, cmd.Wait())
+		cmd.stop(t)
 		harness.Must(t, os.RemoveAll(dir))
 	})
 	harness.Eventually(t, "the hypervisor serves", func() error {
 		_, err := os.Stat(filepath.Join(dir, kata.HypervisorSocket))
 		return err
 	})
-	return cmd.Process, harness.WithConfig("[handlers.kata]", `type = "shim"`, fmt.Sprintf("path = %q", shim),
+	return cmd, harness.WithConfig("[handlers.kata]", `type = "shim"`, fmt.Sprintf("path = %q", shim),
 		fmt.Sprintf("options = [%q]", "ConfigPath="+config))
 }
 
 // A pod of Kata's shim, with an agent that runs containers on the node.
 func TestShimKata(t *testing.T) {
-	_, handler := startKata(t)
+	h, handler := startKata(t)
 	d := harness.StartDaemon(t, handler)
 	_, problems := handlersOf(t, d)
 	harness.Equal(t, "problem", problems["kata"], "")
-	pod := runPodWith(t, d, "kata")
+	const mib = 1 << 20
+	pod := runPodWith(t, d, "kata", func(c *runtimeapi.PodSandboxConfig) {
+		c.Linux.Resources = &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 100 * mib}
+	})
+	memory := string(harness.Get(os.ReadFile(filepath.Join(h.dir, kata.MemoryFile)))(t))
+	harness.Equal(t, "MiB of the virtual machine", memory, "100")
 	t.Run("lifecycle", func(t *testing.T) {
 		c := pod.Run(t, harness.Script("trap 'echo bye; exit 7' TERM; echo hello; echo oops >&2; while :; do sleep 0.02; done"))
 		c.WaitOutput(t, "hello")
@@ -101,6 +120,18 @@ func TestShimKata(t *testing.T) {
 		c.Stop(t, 0)
 		harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
 	})
+	t.Run("update", func(t *testing.T) {
+		c := pod.Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
+		harness.Equal(t, "memory limit", kataMemoryLimit(t, c), "67108864")
+		harness.Must(t, d.Cri.UpdateContainerResources(t.Context(), c.Id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20}}))
+		harness.Equal(t, "memory limit", kataMemoryLimit(t, c), "134217728")
+	})
+	t.Run("statistics", func(t *testing.T) {
+		stats := harness.Get(d.Cri.PodSandboxStats(t.Context(), pod.Id))(t)
+		if stats.GetLinux().GetMemory().GetWorkingSetBytes().GetValue() == 0 {
+			t.Errorf("no memory in %v", stats)
+		}
+	})
 	t.Run("network", func(t *testing.T) {
 		harness.Equal(t, "address", pod.Run(t).Exec(t, "hostname", "-i"), pod.Ip(t))
 	})
@@ -109,6 +140,18 @@ func TestShimKata(t *testing.T) {
 		c.WaitOutput(t, "terminal\r")
 		harness.Equal(t, "exec", c.Exec(t, "echo", "in"), "in")
 	})
+}
+
+// kataMemoryLimit returns the limit in the guest's cgroup of a container.
+func kataMemoryLimit(t *testing.T, c *harness.Container) string {
+	t.Helper()
+	for _, file := range []string{"/sys/fs/cgroup/memory/kata-guest/" + c.Id + "/memory.limit_in_bytes", "/sys/fs/cgroup/kata-guest/" + c.Id + "/memory.max"} {
+		if limit, err := os.ReadFile(file); err == nil {
+			return strings.TrimSpace(string(limit))
+		}
+	}
+	t.Error("the guest has no cgroup of the container")
+	return ""
 }
 
 // A daemon that was killed loses no line and no exit code, and a stopped pod leaves nothing of Kata.
@@ -126,37 +169,43 @@ func TestShimKataSurvivesDaemon(t *testing.T) {
 	harness.Equal(t, "output", ends.Output(t), "ready\nlast\n")
 	harness.Equal(t, "pod state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
 	harness.Equal(t, "exec", running.Exec(t, "echo", "still"), "still")
-	stopAndRemoveKata(t, d, pod)
+	stopKata(t, d, pod)
 	harness.Equal(t, "exit code", running.WaitExited(t).ExitCode, 137)
+	removeKata(t, pod)
 }
 
 // A pod whose agent or shim hangs is stopped and removed.
 func TestShimKataHangs(t *testing.T) {
-	for name, hang := range map[string]func(t *testing.T, hypervisor *os.Process, shim int){
-		"agent": func(t *testing.T, hypervisor *os.Process, _ int) { harness.Must(t, hypervisor.Signal(kata.HangSignal)) },
-		"shim":  func(t *testing.T, _ *os.Process, shim int) { harness.Must(t, syscall.Kill(shim, syscall.SIGSTOP)) },
+	for name, hang := range map[string]func(t *testing.T, h *hypervisor, shim int){
+		"agent": func(t *testing.T, h *hypervisor, _ int) { harness.Must(t, h.Process.Signal(kata.HangSignal)) },
+		"shim":  func(t *testing.T, _ *hypervisor, shim int) { harness.Must(t, syscall.Kill(shim, syscall.SIGSTOP)) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			hypervisor, handler := startKata(t)
+			h, handler := startKata(t)
 			d := harness.StartDaemon(t, handler)
 			pod := runPodWith(t, d, "kata", harness.HostNetwork)
 			c := pod.Run(t)
-			hang(t, hypervisor, shimPID(t, d, pod))
-			stopAndRemoveKata(t, d, pod)
+			hang(t, h, shimPID(t, d, pod))
+			stopKata(t, d, pod)
 			harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
+			removeKata(t, pod)
+			h.stop(t) // nobody could ask it to stop the virtual machine
 		})
 	}
 }
 
-// stopAndRemoveKata stops and removes a pod as kubelet does, and checks that it leaves nothing of
-// Kata on the node.
-func stopAndRemoveKata(t *testing.T, d *harness.Daemon, pod *harness.Pod) {
+// stopKata stops a pod as kubelet does, which repeats the call.
+func stopKata(t *testing.T, d *harness.Daemon, pod *harness.Pod) {
 	t.Helper()
 	harness.Eventually(t, "the pod stops", func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) })
+}
+
+// removeKata removes a pod and checks that nothing of its shim is left.
+func removeKata(t *testing.T, pod *harness.Pod) {
+	t.Helper()
 	pod.Remove(t)
-	for _, dir := range []string{"/run/vc/sbs", "/run/kata-containers/shared/sandboxes", "/run/containerd/s", "/run/berth/s"} {
-		left, err := os.ReadDir(dir)
-		if err != nil && !os.IsNotExist(err) || len(left) > 0 {
+	for _, dir := range []string{"/run/containerd/s", "/run/berth/s"} {
+		if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
 			t.Errorf("%s has %v left, %v", dir, left, err)
 		}
 	}

@@ -151,14 +151,14 @@ func checkUpdatable(c lockedContainer) error {
 // changeResources applies, records and publishes new limits, or changes nothing. It changes the
 // kernel's limits first. If the daemon dies before the record is written, the status shows the old
 // limits, and kubelet repeats the update.
-func (k *control) changeResources(c lockedContainer, change nri.Update) (err error) {
+func (k *control) changeResources(ctx context.Context, c lockedContainer, change nri.Update) (err error) {
 	limitsBefore, resourcesBefore := c.Limits, c.Resources
 	if err := k.setResources(c, mergeResources(c.Resources, change.Resources), c.Limits.Merge(change.Limits)); err != nil {
 		return err
 	}
 	restore := func() error { return nil }
 	if c.Phase() == state.ContainerRunning {
-		restore, err = k.applyLimits(c)
+		restore, err = k.applyLimits(ctx, c, resourcesBefore, limitsBefore)
 	}
 	if err == nil {
 		if err = k.records.WriteContainer(c.ContainerSpec, c.ContainerStatus); err != nil {
@@ -183,11 +183,23 @@ func (k *control) setResources(c lockedContainer, resources *runtimeapi.LinuxCon
 	return nil
 }
 
-// applyLimits sets all the container's limits, or none. restore sets the previous limits.
-func (k *control) applyLimits(c lockedContainer) (restore func() error, err error) {
+// applyLimits sets all the container's limits, or none. restore sets the previous limits. In a
+// virtual machine, the shim sets them, because the container has no cgroup on the node.
+func (k *control) applyLimits(ctx context.Context, c lockedContainer, resources *runtimeapi.LinuxContainerResources,
+	limits *nri.Limits) (restore func() error, err error) {
 	wanted, err := kernelLimits(c.Resources, c.Limits, k.node.Host)
 	if err != nil {
 		return nil, err
+	}
+	if program := k.objects.runtimeOf(c.container); program != nil && program.TaskAPI && program.Sandboxed {
+		before, err := kernelLimits(resources, limits, k.node.Host)
+		if err == nil {
+			err = program.Update(ctx, c.ID, wanted)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("update container %s: %w", c.ID, err)
+		}
+		return func() error { return program.Update(context.WithoutCancel(ctx), c.ID, before) }, nil
 	}
 	restore, err = setLimits(k.node, c.CgroupsPath, wanted)
 	if err != nil {

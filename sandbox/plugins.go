@@ -369,6 +369,6 @@ func (r pluginRuntime) Update(ctx context.Context, u nri.Update) error {
 		if err := checkUpdatable(c); err != nil {
 			return err
 		}
-		return r.changeResources(c, u)
+		return r.changeResources(ctx, c, u)
 	})
 }

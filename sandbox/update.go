@@ -19,7 +19,7 @@ func (m *Manager) updateResources(ctx context.Context, c lockedContainer,
 	if err != nil {
 		return fmt.Errorf("update container %s: %w", c.ID, err)
 	}
-	if err := m.control.changeResources(c, own); err != nil {
+	if err := m.control.changeResources(ctx, c, own); err != nil {
 		return err
 	}
 	m.plugins.NotifyContainer(ctx, nri.ContainerUpdated, c)

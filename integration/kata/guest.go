@@ -29,6 +29,10 @@ import (
 // HypervisorSocket is the name of the hypervisor's socket in its directory.
 const HypervisorSocket = "h"
 
+// MemoryFile is the file in the hypervisor's directory with the memory that a shim has requested for
+// the newest virtual machine, in MiB.
+const MemoryFile = "memory"
+
 // HangSignal makes all agents of a hypervisor hang: they accept requests, and never answer again.
 const HangSignal = syscall.SIGUSR1
 
@@ -111,6 +115,10 @@ func (h *hypervisor) createVM(_ context.Context, r *request) ([]byte, error) {
 	if err := os.Mkdir(v.dir, 0o700); err != nil {
 		return nil, err
 	}
+	size := r.Annotations["io.katacontainers.config.hypervisor.default_memory"]
+	if err := os.WriteFile(filepath.Join(h.dir, MemoryFile), []byte(size), 0o600); err != nil {
+		return nil, err
+	}
 	socket := filepath.Join(v.dir, "agent")
 	listener, err := net.Listen("unix", socket)
 	if err != nil {
@@ -137,7 +145,11 @@ func (h *hypervisor) stopVM(_ context.Context, r *request) ([]byte, error) {
 		return nil, nil
 	}
 	delete(h.vms, r.ID)
-	return nil, v.stop()
+	err := v.stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "stop virtual machine", r.ID, err)
+	}
+	return nil, err
 }
 
 func (h *hypervisor) stopAll() {
@@ -239,6 +251,12 @@ func (v *vm) stop() error {
 	for _, id := range ids {
 		_, removeErr := v.removeContainer(context.Background(), &request{ContainerID: id})
 		err = errors.Join(err, removeErr)
+	}
+	// A container that was half made has no process.
+	left, globErr := filepath.Glob(filepath.Join(v.dir, "runc", "*"))
+	err = errors.Join(err, globErr)
+	for _, dir := range left {
+		err = errors.Join(err, v.call(nil, "delete", "--force", filepath.Base(dir)))
 	}
 	return errors.Join(err, os.RemoveAll(v.dir))
 }

@@ -19,6 +19,8 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+
+	"berth/internal/cgroup"
 )
 
 // process is a process of a container, a child of this one.
@@ -51,7 +53,7 @@ func (v *vm) createContainer(_ context.Context, r *request) ([]byte, error) {
 	// A virtual machine would mount the shared directory there.
 	shared := "/run/kata-containers/shared/"
 	r.Spec.Root.Path = strings.Replace(r.Spec.Root.Path, shared+"containers/", shared+"sandboxes/"+v.id+"/shared/", 1)
-	r.Spec.Linux.CgroupsPath = "/kata-guest/" + r.ContainerID
+	r.Spec.Linux.CgroupsPath = cgroupOf(r.ContainerID)
 	// The agent makes these itself.
 	r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.PIDNamespace})
 	r.Spec.Hostname = v.hostname
@@ -63,6 +65,8 @@ func (v *vm) createContainer(_ context.Context, r *request) ([]byte, error) {
 	}
 	return nil, v.launch(r, r.Spec.Process.Terminal, "create", "--bundle", v.bundle(r.ContainerID))
 }
+
+func cgroupOf(id string) string { return "/kata-guest/" + id }
 
 func (v *vm) execProcess(_ context.Context, r *request) ([]byte, error) {
 	file := filepath.Join(v.bundle(r.ContainerID), r.ExecID+".json")
@@ -92,6 +96,9 @@ func (v *vm) launch(r *request, terminal bool, args ...string) error {
 		return err
 	}
 	err = v.call(streams, append(args, r.ContainerID)...)
+	if err != nil && strings.Contains(err.Error(), "no such file or directory") && strings.Contains(err.Error(), "exec: ") {
+		err = fmt.Errorf("the file %s was not found", r.program()) // as Kata's agent
+	}
 	for _, f := range streams {
 		err = errors.Join(err, closeFile(f))
 	}
@@ -113,6 +120,14 @@ func (v *vm) launch(r *request, terminal bool, args ...string) error {
 	v.mu.Unlock()
 	go p.follow()
 	return nil
+}
+
+// program returns the program of the process in a request.
+func (r *request) program() string {
+	if r.Spec.Process != nil {
+		return r.Spec.Process.Args[0]
+	}
+	return r.Process.Args[0]
 }
 
 func closeFile(f *os.File) error {
@@ -220,8 +235,15 @@ func (v *vm) startContainer(_ context.Context, r *request) ([]byte, error) {
 	return nil, v.call(nil, "start", r.ContainerID)
 }
 
-func (v *vm) removeContainer(_ context.Context, r *request) ([]byte, error) {
+func (v *vm) removeContainer(ctx context.Context, r *request) ([]byte, error) {
 	if err := v.call(nil, "delete", "--force", r.ContainerID); err != nil {
+		return nil, err
+	}
+	group, err := cgroup.Open(cgroupOf(r.ContainerID), false)
+	if err != nil {
+		return nil, err
+	}
+	if err := errors.Join(group.Kill(ctx), group.Destroy(ctx)); err != nil { // runc leaves a busy one
 		return nil, err
 	}
 	v.mu.Lock()

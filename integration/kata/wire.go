@@ -14,6 +14,7 @@ import (
 // request has the fields of all requests that a Guest answers, and of the OCI spec in them.
 type request struct {
 	ID          string // of a virtual machine
+	Annotations map[string]string
 	NetNS       string
 	Hostname    string
 	ContainerID string
@@ -60,7 +61,7 @@ type fields map[protowire.Number]field
 // The messages of Kata's protocols/hypervisor.proto, agent.proto and oci.proto, as far as a Guest
 // needs them. The names are those of request and of the runtime-spec.
 var (
-	vmFields      = fields{1: {name: "id", kind: text}, 3: {name: "netNS", kind: text}}
+	vmFields      = fields{1: {name: "id", kind: text}, 2: {name: "annotations", kind: pairs}, 3: {name: "netNS", kind: text}}
 	sandboxFields = fields{1: {name: "hostname", kind: text}}
 	processIDs    = fields{1: {name: "containerID", kind: text}, 2: {name: "execID", kind: text}}
 	createFields  = processIDs.with(fields{6: {name: "spec", kind: message, of: specFields}})

@@ -15,11 +15,13 @@ import (
 	"maps"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
 	"berth/internal/host"
@@ -303,6 +305,20 @@ func (r *Runtime) Annotate(spec *specs.Spec, kind, podID, name string, requested
 	}
 	if r.SystemdCgroup {
 		spec.Annotations[crunSubgroupAnnotation] = ""
+	}
+}
+
+// AnnotateSize adds the annotations from which a shim takes the size of a pod's virtual machine. A
+// Runtime that is no shim needs none.
+func (r *Runtime) AnnotateSize(spec *specs.Spec, resources *runtimeapi.LinuxContainerResources) {
+	if r == nil || !r.TaskAPI || resources == nil {
+		return
+	}
+	for name, value := range map[string]int64{
+		"sandbox-cpu-period": resources.CpuPeriod, "sandbox-cpu-quota": resources.CpuQuota,
+		"sandbox-cpu-shares": resources.CpuShares, "sandbox-memory": resources.MemoryLimitInBytes,
+	} {
+		spec.Annotations[ownAnnotations+name] = strconv.FormatInt(value, 10)
 	}
 }
 

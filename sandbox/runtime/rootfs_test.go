@@ -18,6 +18,9 @@ func TestMountsGetPodLabel(t *testing.T) {
 	if root = roots.Pause("/pause", nil, "", false); root.Label != "" || len(root.Layers) != 1 {
 		t.Errorf("root of the pause without SELinux is %+v", root)
 	}
+	if root = roots.Pause("/pause", nil, "", true); len(root.Layers) < 2 {
+		t.Errorf("root of the pause of a shim is %+v, want an overlay", root)
+	}
 
 	like := rootfs.Spec{Label: "own-files", IDMap: &rootfs.IDMap{UserNS: "ns"}}
 	volumes := WithMapping(like, []proto.Volume{{Path: "/v", Rootfs: rootfs.Spec{Upper: "u"}}})

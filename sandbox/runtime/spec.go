@@ -50,6 +50,7 @@ func (k Launcher) pauseSpec(
 	}
 	raiseOOMScore(spec.Process, k.Node.Host)
 	p.Runtime.Annotate(spec, "sandbox", p.ID, "", p.Config.GetAnnotations())
+	p.Runtime.AnnotateSize(spec, p.Config.GetLinux().GetResources())
 	return spec, nil
 }
 

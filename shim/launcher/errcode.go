@@ -32,6 +32,7 @@ var runtimeRequestErrors = []string{
 	"error finding executable ",        // runsc
 	"failed to load ",                  // runsc: a file that is no program
 	"initial process failed to start ", // runsc
+	"was not found",                    // Kata's agent: the file … was not found
 	badCommand, badCwd,                 // runc
 }
 

@@ -230,6 +230,17 @@ func (r *Runtime) KillExec(ctx context.Context, id string, internal int) error {
 	return r.run(ctx, "kill", "--pid", strconv.Itoa(internal), id, strconv.Itoa(int(unix.SIGKILL)))
 }
 
+// Update changes the limits of a container in the sandbox of a TaskAPI runtime.
+func (r *Runtime) Update(ctx context.Context, id string, resources *specs.LinuxResources) error {
+	document, err := json.Marshal(resources)
+	if err != nil {
+		return err
+	}
+	cmd := r.command(ctx, "", "update", "--resources", "-", id)
+	cmd.Stdin = bytes.NewReader(document)
+	return r.call(cmd, "update")
+}
+
 // Delete kills the processes of a container and removes it. It succeeds if the container does not
 // exist.
 func (r *Runtime) Delete(ctx context.Context, id string) error {

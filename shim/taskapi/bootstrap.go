@@ -101,7 +101,7 @@ func isAddress(text string) bool {
 
 // delete calls the shim's own command delete, which removes what a dead shim has left.
 func (p *program) delete(ctx context.Context, id, bundle string) error {
-	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	ctx, cancel := context.WithTimeout(ctx, deleteTimeout)
 	defer cancel()
 	cmd := p.command(ctx, id, bundle, "-bundle", bundle, "delete")
 	var said bytes.Buffer
@@ -153,7 +153,11 @@ func (p *program) failure(what, said string, err error) error {
 	return fmt.Errorf("%s %s: %s: %w", filepath.Base(p.path), what, said, err)
 }
 
+// removeSocket removes the socket at path. Anything else there is not removed.
 func removeSocket(path string) error {
+	if info, err := os.Lstat(path); err != nil || info.Mode().Type() != os.ModeSocket {
+		return nil
+	}
 	failpoint.Reach("task.remove-socket")
 	err := unix.Unlink(path)
 	failpoint.Reach("task.socket-removed")

@@ -31,6 +31,7 @@ const (
 	// answer must be killed within that time.
 	endTimeout      = 3 * time.Second
 	shutdownTimeout = 5 * time.Second
+	deleteTimeout   = 5 * time.Second // of the shim's command delete
 )
 
 // errUnanswered says that a shim did not answer in time, or that its connection ended.
@@ -127,6 +128,12 @@ func (c *client) addProcess(ctx context.Context, request *task.ExecProcessReques
 	}
 	request.Spec = &anypb.Any{TypeUrl: "types.containerd.io/opencontainers/runtime-spec/1/Process", Value: data}
 	return c.do(ctx, "Exec", request)
+}
+
+// update changes the limits of a task.
+func (c *client) update(ctx context.Context, id string, resources []byte) error {
+	return c.do(ctx, "Update", &task.UpdateTaskRequest{ID: id, Resources: &anypb.Any{
+		TypeUrl: "types.containerd.io/opencontainers/runtime-spec/1/LinuxResources", Value: resources}})
 }
 
 // wait waits for a process and returns its exit code, which is 128+signal after a signal.

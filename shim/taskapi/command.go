@@ -56,6 +56,8 @@ type taskRecord struct {
 	streams
 	Bundle string   `json:"bundle"`
 	Mounts []string `json:"mounts,omitempty"` // below Bundle, in the shim's mount namespace
+	// Deletes counts the calls of the shim's command delete, without the one that succeeded.
+	Deletes int `json:"deletes,omitempty"`
 }
 
 // Main carries out one command and returns the exit code.
@@ -119,6 +121,7 @@ func (c *command) parse() error {
 	options.StringVar(&c.process, "process", "", "")
 	options.IntVar(&c.processID, "pid", 0, "")
 	options.IntVar(&c.processID, "pgid", 0, "")
+	options.String("resources", "", "")
 	options.Bool("force", false, "")
 	options.Bool("detach", false, "")
 	err := options.Parse(c.args[1:])
@@ -150,6 +153,8 @@ func (c *command) execute(name string) (code int, err error) {
 		return c.attend(ctx, id)
 	case "state":
 		return 0, c.state(ctx, id)
+	case "update":
+		return 0, c.update(ctx, id)
 	case "kill":
 		return 0, c.kill(ctx, id)
 	case "delete":
@@ -427,6 +432,20 @@ func (c *command) state(ctx context.Context, id string) (err error) {
 	return json.NewEncoder(os.Stdout).Encode(map[string]any{"id": id, "pid": state.Pid, "status": statusName(&state)})
 }
 
+// update changes the limits of a task to those in standard input.
+func (c *command) update(ctx context.Context, id string) (err error) {
+	resources, err := io.ReadAll(os.Stdin)
+	if err != nil {
+		return err
+	}
+	shim, _, err := c.connect(ctx)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, shim.close()) }()
+	return shim.update(ctx, id, resources)
+}
+
 // --- further processes --------------------------------------------------------------
 
 func execName(pid int) string { return "exec-" + strconv.Itoa(pid) }
@@ -556,13 +575,21 @@ func (c *command) kill(ctx context.Context, id string) (err error) {
 	return err
 }
 
+// maxDeletes is how often the shim's command delete is called for a task. After a half-done delete
+// Kata's has nothing to read, and fails forever. Containerd ignores its errors, too.
+const maxDeletes = 2
+
 // deleteByProgram calls the shim's program to remove a task that no shim serves.
 func (c *command) deleteByProgram(ctx context.Context, id string) error {
 	t, err := c.readTask(id)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
-	if err != nil {
+	if err != nil || t.Deletes == maxDeletes {
+		return err
+	}
+	t.Deletes++ // before the call, which may be killed
+	if err := c.saveTask(id, t); err != nil {
 		return err
 	}
 	return c.program.delete(ctx, id, t.Bundle)

@@ -13,6 +13,7 @@
 //	run     starts the task of another container, and stays: it copies the streams between the
 //	        shim's FIFOs and its own descriptors, and reports the exit like runsc's wait
 //	exec    starts a process. A copy of this program stays for it, as with run
+//	update  changes limits inside of a virtual machine
 //	kill, state, delete
 //
 // Every call to a shim has a timeout. A shim that does not answer to a kill or to delete is killed

@@ -36,6 +36,8 @@ type record struct {
 	Version   int32  `json:"version,omitempty"`
 	PID       int    `json:"pid,omitempty"`
 	StartTime uint64 `json:"startTime,omitempty"`
+	// Entered is the cgroup that a shim has made for itself and its virtual machine.
+	Entered string `json:"entered,omitempty"`
 }
 
 func (p *pod) recordPath() string          { return filepath.Join(p.dir, "shim.json") }
@@ -165,7 +167,27 @@ func (p *pod) identify(ctx context.Context, c *client, r record) (err error) {
 	if r.StartTime, err = pidfd.StartTime(r.PID); err != nil {
 		return fmt.Errorf("the shim's process %d: %w", r.PID, err)
 	}
+	if r.Entered, err = enteredCgroup(r); err != nil {
+		return err
+	}
 	return writeJSON(p.recordPath(), r)
+}
+
+// enteredCgroup returns the cgroup of a shim's process, if the shim has made it for its sandbox.
+// Kata's name contains the sandbox's ID.
+func enteredCgroup(r record) (string, error) {
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", r.PID))
+	if err != nil {
+		return "", err
+	}
+	for line := range strings.Lines(string(data)) {
+		_, rest, _ := strings.Cut(strings.TrimSpace(line), ":")
+		_, dir, _ := strings.Cut(rest, ":")
+		if strings.Contains(path.Base(dir), r.Sandbox) && dir != r.Cgroup {
+			return dir, nil
+		}
+	}
+	return "", nil
 }
 
 // endShim kills the pod's shim, if it still exists, and removes its cgroup, socket and record.
@@ -173,10 +195,8 @@ func (p *pod) endShim(ctx context.Context, r record) error {
 	if err := p.killShim(ctx, r); err != nil {
 		return err
 	}
-	if socket, ok := strings.CutPrefix(r.Address, "unix://"); ok {
-		if err := removeSocket(socket); err != nil {
-			return err
-		}
+	if err := removeSocket(strings.TrimPrefix(r.Address, "unix://")); err != nil {
+		return err
 	}
 	failpoint.Reach("task.remove-record")
 	err := os.Remove(p.recordPath())
@@ -187,7 +207,7 @@ func (p *pod) endShim(ctx context.Context, r record) error {
 	return err
 }
 
-// killShim kills the shim and waits for its end.
+// killShim kills the shim with its cgroups, and waits for its end.
 func (p *pod) killShim(ctx context.Context, r record) error {
 	ctx, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
@@ -196,17 +216,19 @@ func (p *pod) killShim(ctx context.Context, r record) error {
 			return fmt.Errorf("kill the shim: %w", err)
 		}
 	}
-	if r.Cgroup == "" {
-		return nil
+	for _, dir := range []string{r.Cgroup, r.Entered} {
+		if dir == "" {
+			continue
+		}
+		group, err := cgroup.Open(dir, false)
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(group.Kill(ctx), group.Destroy(ctx)); err != nil {
+			return fmt.Errorf("kill the shim: %w", err)
+		}
 	}
-	group, err := cgroup.Open(r.Cgroup, false)
-	if err != nil {
-		return err
-	}
-	if err := group.Kill(ctx); err != nil {
-		return fmt.Errorf("kill the shim: %w", err)
-	}
-	return group.Destroy(ctx)
+	return nil
 }
 
 func endProcess(ctx context.Context, pid int, startTime uint64) error {
