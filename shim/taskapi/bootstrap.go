@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 
 	bootapi "github.com/containerd/containerd/api/runtime/bootstrap/v1"
 	"github.com/containerd/containerd/api/types"
@@ -60,6 +61,8 @@ func (p *program) start(ctx context.Context, id, bundle string) (address string,
 	if err != nil {
 		return "", 0, err
 	}
+	ctx, cancel := context.WithTimeout(ctx, createTimeout)
+	defer cancel()
 	cmd := p.command(ctx, id, bundle, "start")
 	cmd.Stdin = bytes.NewReader(input)
 	var said bytes.Buffer
@@ -94,9 +97,9 @@ func parseAnswer(answer []byte) (address string, version int32, err error) {
 	return result.Address, result.Version, nil
 }
 
+// isAddress refuses abstract sockets, to which pods on the host's network can connect.
 func isAddress(text string) bool {
-	return strings.HasPrefix(text, "unix://") || strings.HasPrefix(text, "/") || strings.HasPrefix(text, "\x00") ||
-		strings.HasPrefix(text, "@")
+	return strings.HasPrefix(text, "unix:///") || strings.HasPrefix(text, "/")
 }
 
 // delete calls the shim's own command delete, which removes what a dead shim has left.
@@ -169,7 +172,11 @@ func removeSocket(path string) error {
 
 // shimLog is the FIFO in a bundle to which a shim writes its log. A shim waits until somebody
 // reads it. After create nobody does, and the shim drops its messages.
-type shimLog struct{ file *os.File }
+type shimLog struct {
+	file    *os.File
+	reading sync.WaitGroup
+	last    []byte // at most maxMessage bytes; valid when reading has ended
+}
 
 const shimLogFile = "log"
 
@@ -182,21 +189,33 @@ func openShimLog(bundle string) (*shimLog, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &shimLog{file: f}, nil
+	l := &shimLog{file: f}
+	l.reading.Go(l.read)
+	return l, nil
+}
+
+// read keeps the end of the log, so that the shim can always write.
+func (l *shimLog) read() {
+	text := make([]byte, 4<<10)
+	for {
+		n, err := l.file.Read(text)
+		if l.last = append(l.last, text[:n]...); len(l.last) > maxMessage {
+			l.last = l.last[len(l.last)-maxMessage:]
+		}
+		if err != nil { // closed
+			return
+		}
+	}
 }
 
 // explain adds the last messages of the shim to an error, and closes the log.
 func (l *shimLog) explain(err *error) {
-	defer func() { *err = errors.Join(*err, l.file.Close()) }()
-	if *err == nil {
-		return
+	closeErr := l.file.Close()
+	l.reading.Wait()
+	if text := strings.TrimSpace(strings.ToValidUTF8(string(l.last), "")); *err != nil && text != "" {
+		*err = fmt.Errorf("%w; the shim's log: %s", *err, text)
 	}
-	text := make([]byte, 64<<10) // a pipe holds no more
-	n, readErr := unix.Read(int(l.file.Fd()), text)
-	if readErr != nil || n <= 0 {
-		return
-	}
-	*err = fmt.Errorf("%w; the shim's log: %s", *err, strings.TrimSpace(string(text[max(0, n-maxMessage):n])))
+	*err = errors.Join(*err, closeErr)
 }
 
 func makeFIFO(path string) error {

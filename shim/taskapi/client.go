@@ -47,11 +47,7 @@ type client struct {
 func connect(ctx context.Context, address string, version int32) (*client, error) {
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
-	path := strings.TrimPrefix(address, "unix://")
-	if !strings.HasPrefix(path, "/") { // shims before containerd 1.4 use abstract sockets
-		path = "@" + strings.Trim(path, "\x00@")
-	}
-	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", path)
+	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", strings.TrimPrefix(address, "unix://"))
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", errUnanswered, err)
 	}
@@ -73,7 +69,7 @@ func (c *client) call(ctx context.Context, timeout time.Duration, method string,
 	switch {
 	case err == nil:
 		return nil
-	case errors.Is(err, ttrpc.ErrClosed), errors.Is(err, context.DeadlineExceeded), status.Code(err) == codes.DeadlineExceeded:
+	case errors.Is(err, ttrpc.ErrClosed), ctx.Err() != nil: // an answer may be DeadlineExceeded, too
 		return fmt.Errorf("%s: %w: %w", method, errUnanswered, err)
 	}
 	if s, ok := status.FromError(err); ok {

@@ -10,11 +10,13 @@ import (
 	"io/fs"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
 	"syscall"
+	"time"
 
 	task "github.com/containerd/containerd/api/runtime/task/v3"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -54,8 +56,11 @@ type command struct {
 // task is what the state directory has of one task.
 type taskRecord struct {
 	streams
-	Bundle string   `json:"bundle"`
-	Mounts []string `json:"mounts,omitempty"` // below Bundle, in the shim's mount namespace
+	Bundle string `json:"bundle"`
+	// Mounts are paths below Bundle on which a mount may lie in the shim's mount namespace.
+	Mounts []string `json:"mounts,omitempty"`
+	// Created: the shim has answered to Create. Without that it may still make the container.
+	Created bool `json:"created,omitempty"`
 	// Deletes counts the calls of the shim's command delete, without the one that succeeded.
 	Deletes int `json:"deletes,omitempty"`
 }
@@ -166,10 +171,12 @@ func (c *command) execute(name string) (code int, err error) {
 // --- what the shim offers ---------------------------------------------------------
 
 func (c *command) printVersion() error {
-	info, err := c.info(context.Background())
+	ctx, cancel := context.WithTimeout(context.Background(), callTimeout)
+	defer cancel()
+	info, err := c.info(ctx)
 	if err != nil {
 		// Kata's and older shims have only -v.
-		out, versionErr := exec.Command(c.path, "-v").Output()
+		out, versionErr := exec.CommandContext(ctx, c.path, "-v").Output()
 		if versionErr != nil {
 			return errors.Join(err, c.failure("-v", "", versionErr))
 		}
@@ -182,6 +189,8 @@ func (c *command) printVersion() error {
 
 // features returns what the shim says of the runtime-spec's features; nil: nothing.
 func (c *command) features(ctx context.Context) (*features.Features, error) {
+	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	defer cancel()
 	info, err := c.info(ctx)
 	if err != nil || info.GetFeatures() == nil {
 		return nil, nil // an old shim, or one that runs no runtime with the command features
@@ -247,7 +256,12 @@ func (c *command) create(ctx context.Context, id string) (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, unlock()) }()
+	defer func() {
+		err = errors.Join(err, unlock())
+		if errors.Is(err, errUnanswered) {
+			err = errors.Join(err, c.endLost(ctx, id))
+		}
+	}()
 	failpoint.Reach("task.make-directory")
 	if err := os.Mkdir(c.taskDir(id), 0o700); err != nil {
 		return err
@@ -328,6 +342,10 @@ func (c *command) createTask(ctx context.Context, shim *client, id string, spec 
 		Terminal: t.Terminal, Stdin: t.Stdin, Stdout: t.Stdout, Stderr: t.Stderr,
 	})
 	failpoint.Reach("task.created")
+	if err == nil {
+		t.Created = true
+		err = c.saveTask(id, t)
+	}
 	if err != nil {
 		return err
 	}
@@ -364,9 +382,11 @@ func (c *command) runTask(ctx context.Context, id string) error {
 // attendStart starts a process and the copying of its streams, and reports that. process is nil for
 // a task.
 func (c *command) attendStart(ctx context.Context, a *attendant, process *specs.Process) (err error) {
-	if a.client, _, err = c.connect(ctx); err != nil {
+	shim, _, err := c.connect(ctx)
+	if err != nil {
 		return err
 	}
+	a.client.Store(shim)
 	release, err := a.hold()
 	if err != nil {
 		return err
@@ -378,45 +398,76 @@ func (c *command) attendStart(ctx context.Context, a *attendant, process *specs.
 		}
 	}
 	if process != nil {
-		err = a.client.addProcess(ctx, &task.ExecProcessRequest{ID: a.id, ExecID: a.exec,
+		err = shim.addProcess(ctx, &task.ExecProcessRequest{ID: a.id, ExecID: a.exec,
 			Terminal: a.Terminal, Stdin: a.Stdin, Stdout: a.Stdout, Stderr: a.Stderr}, process)
 	}
 	if err != nil {
 		return err
 	}
 	failpoint.Reach("task.start")
-	if _, err := a.client.start(ctx, a.id, a.exec); err != nil {
+	if _, err := shim.start(ctx, a.id, a.exec); err != nil {
 		return err
 	}
 	failpoint.Reach("task.started")
 	if err := a.begin(); err != nil {
 		return err
 	}
+	if a.Terminal {
+		signal.Ignore(unix.SIGHUP) // the end of the terminal's master; the process has a terminal of its own
+	}
 	started := os.NewFile(startedFD, "started")
 	_, err = started.WriteString("ok")
 	return errors.Join(err, started.Close())
 }
 
-// awaitExit returns the exit code of a process. If the shim is lost, its container is removed.
+// awaitExit returns the exit code of a process. If the shim is lost, its pod is ended. If the shim
+// cannot tell the exit, the container is removed first.
 func (c *command) awaitExit(ctx context.Context, a *attendant) (code int) {
-	for {
-		code, err := a.client.wait(ctx, a.id, a.exec)
-		if err == nil {
+	for ; ; time.Sleep(reconnectPause) {
+		shim := a.client.Load()
+		code, err := shim.wait(ctx, a.id, a.exec)
+		switch {
+		case err == nil:
 			return code
-		}
-		if !errors.Is(err, errUnanswered) {
-			return killed // somebody has deleted it
+		case isGone(err): // somebody has deleted it
+			return killed
+		case !errors.Is(err, errUnanswered):
+			c.endUnknown(ctx, a)
+			return killed
 		}
 		next, _, err := c.connect(ctx)
 		if err != nil {
-			if a.exec == "" {
-				_ = c.delete(ctx, a.id) // the daemon repeats it
-			}
+			_ = c.endLost(ctx, a.id) // the daemon repeats it
 			return killed
 		}
-		_ = a.client.close() // it is broken
-		a.client = next
+		_ = shim.close() // it is broken
+		a.client.Store(next)
 	}
+}
+
+// reconnectPause is the time between two connections to a shim that closes them.
+const reconnectPause = 100 * time.Millisecond
+
+// endUnknown ends a process whose exit the shim cannot tell.
+func (c *command) endUnknown(ctx context.Context, a *attendant) {
+	if a.exec == "" {
+		_ = c.delete(ctx, a.id) // the daemon repeats it
+		return
+	}
+	_ = a.client.Load().kill(ctx, a.id, a.exec, uint32(unix.SIGKILL), false) // it ends with its container
+}
+
+// endLost ends the pod of a lost shim. Its pause then ends, and so the daemon learns that the pod
+// cannot run containers any more. id is one of its tasks. A shim that lives is left alone.
+func (c *command) endLost(ctx context.Context, id string) error {
+	r, err := c.readRecord()
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil || r.Sandbox == id || !c.isLost(r) {
+		return err
+	}
+	return c.delete(ctx, r.Sandbox)
 }
 
 func (c *command) state(ctx context.Context, id string) (err error) {
@@ -522,7 +573,7 @@ func (c *command) attend(ctx context.Context, id string) (code int, err error) {
 	a := &attendant{id: id, exec: execName(os.Getpid())}
 	dir := filepath.Join(c.taskDir(id), a.exec)
 	failpoint.Reach("task.make-exec-directory")
-	if err := os.Mkdir(dir, 0o700); err != nil {
+	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) { // of a killed attendant
 		return 0, err
 	}
 	failpoint.Reach("task.exec-directory-made")
@@ -538,22 +589,24 @@ func (c *command) attend(ctx context.Context, id string) (code int, err error) {
 		code = c.awaitExit(ctx, a)
 		a.finish()
 	}
-	if a.client != nil {
+	if shim := a.client.Load(); shim != nil {
 		// A shim keeps a process that did not start, too. A lost shim has no process to delete.
-		_ = a.client.delete(ctx, id, a.exec)
+		if err != nil {
+			_ = shim.kill(ctx, id, a.exec, uint32(unix.SIGKILL), false)
+		}
+		_ = shim.delete(ctx, id, a.exec)
 	}
 	return code, err
 }
 
 // --- ends ---------------------------------------------------------------------------
 
-// kill sends a signal. A shim that does not answer to SIGKILL is killed itself, and its container
-// with it.
+// kill sends a signal. A shim that hangs is killed itself, and its pod with it.
 func (c *command) kill(ctx context.Context, id string) (err error) {
 	if len(c.args) < 2 {
 		return errors.New("kill: no signal")
 	}
-	signal, err := strconv.ParseUint(c.args[1], 10, 32)
+	number, err := strconv.ParseUint(c.args[1], 10, 32)
 	if err != nil {
 		return fmt.Errorf("kill: %w", err)
 	}
@@ -564,12 +617,15 @@ func (c *command) kill(ctx context.Context, id string) (err error) {
 	shim, r, err := c.connect(ctx)
 	if err == nil {
 		defer func() { err = errors.Join(err, shim.close()) }()
-		err = shim.kill(ctx, id, process, uint32(signal), false)
+		err = shim.kill(ctx, id, process, uint32(number), false)
 	}
 	switch {
+	case err == nil:
+		return c.answered()
 	case isGone(err):
 		return nil
-	case errors.Is(err, errUnanswered) && unix.Signal(signal) == unix.SIGKILL && process == "":
+	case errors.Is(err, errUnanswered) && unix.Signal(number) == unix.SIGKILL && process == "" && c.isHung(r):
+		// The attendants of its containers notice that, and end the pod.
 		return errors.Join(c.killShim(ctx, r), c.deleteByProgram(ctx, id))
 	}
 	return err
@@ -627,9 +683,7 @@ func (c *command) delete(ctx context.Context, id string) (err error) {
 		return err
 	}
 	if shim != nil {
-		if err := shim.shutdown(ctx, id); err != nil {
-			return err
-		}
+		_ = shim.shutdown(ctx, id) // it is killed next
 	}
 	return c.endShim(ctx, r)
 }
@@ -678,15 +732,18 @@ func (c *command) deleteTask(ctx context.Context, shim *client, r record, id str
 	}
 	err = errUnanswered
 	if shim != nil {
-		err = endTask(ctx, shim, id)
+		err = endTask(ctx, shim, id, &t.streams)
 	}
 	if errors.Is(err, errUnanswered) {
+		if !c.isHung(r) {
+			return err
+		}
 		// Its children stay zombies while it hangs.
 		if err := c.killShim(ctx, r); err != nil {
 			return err
 		}
 	}
-	if err != nil && r.Address != "" { // a shim that was not started has no task
+	if (err != nil || !t.Created) && r.Address != "" { // a shim that was not started has no task
 		if byProgram := c.deleteByProgram(ctx, id); byProgram != nil {
 			return errors.Join(err, byProgram)
 		}
@@ -707,7 +764,7 @@ func (c *command) removeTaskDir(id string) error {
 }
 
 // endTask kills a task, waits for its end and deletes it.
-func endTask(ctx context.Context, shim *client, id string) error {
+func endTask(ctx context.Context, shim *client, id string, s *streams) error {
 	if err := shim.kill(ctx, id, "", uint32(unix.SIGKILL), true); err != nil && !isGone(err) {
 		return err
 	}
@@ -716,6 +773,12 @@ func endTask(ctx context.Context, shim *client, id string) error {
 	if _, err := shim.wait(waiting, id, ""); err != nil && !isGone(err) {
 		return err
 	}
+	// A shim deletes a task after the end of its output, which nobody may read any more.
+	stop, err := s.discard()
+	if err != nil {
+		return err
+	}
+	defer stop()
 	if err := shim.delete(ctx, id, ""); err != nil && !isGone(err) {
 		return err
 	}

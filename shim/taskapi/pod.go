@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -142,8 +143,9 @@ func enterCgroup(cgroupsPath string) error {
 	if err != nil {
 		return err
 	}
-	for controller, dir := range group.Paths() {
-		if controller == "cpuset" { // a new one has no processors
+	paths := group.Paths()
+	for _, dir := range paths {
+		if dir == paths["cpuset"] && len(paths) > 1 { // on cgroup v1, where a new one has no processors
 			continue
 		}
 		failpoint.Reach("task.make-cgroup")
@@ -198,6 +200,9 @@ func (p *pod) endShim(ctx context.Context, r record) error {
 	if err := removeSocket(strings.TrimPrefix(r.Address, "unix://")); err != nil {
 		return err
 	}
+	if err := p.answered(); err != nil {
+		return err
+	}
 	failpoint.Reach("task.remove-record")
 	err := os.Remove(p.recordPath())
 	failpoint.Reach("task.record-removed")
@@ -205,6 +210,45 @@ func (p *pod) endShim(ctx context.Context, r record) error {
 		return nil
 	}
 	return err
+}
+
+// hungAfter is how long a shim may leave kills and deletes unanswered. Some shims do nothing else
+// while they create a container.
+const hungAfter = 10 * time.Second
+
+func (p *pod) silentPath() string { return filepath.Join(p.dir, "silent") }
+
+// isHung tells whether a shim that did not answer now is lost, or has been silent for hungAfter. The
+// first call marks the beginning, and answered ends it.
+func (p *pod) isHung(r record) bool {
+	if p.isLost(r) {
+		return true
+	}
+	info, err := os.Stat(p.silentPath())
+	if err == nil {
+		return time.Since(info.ModTime()) >= hungAfter
+	}
+	// Without the mark a hung shim would never be killed.
+	return os.WriteFile(p.silentPath(), nil, 0o600) != nil
+}
+
+// isLost tells whether the shim's process has ended, or never served.
+func (p *pod) isLost(r record) bool {
+	if r.PID == 0 {
+		return true
+	}
+	process, err := pidfd.OpenVerified(r.PID, r.StartTime)
+	if err == nil {
+		_ = process.Close() // nothing was written
+	}
+	return errors.Is(err, os.ErrProcessDone)
+}
+
+func (p *pod) answered() error {
+	if err := os.Remove(p.silentPath()); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
 }
 
 // killShim kills the shim with its cgroups, and waits for its end.

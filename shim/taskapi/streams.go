@@ -8,6 +8,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -83,17 +84,21 @@ func openFIFO(path string, mode int) (int, error) {
 // attendant copies the streams of one process of a task.
 type attendant struct {
 	streams
-	client   *client
+	client   atomic.Pointer[client] // another one after the connection was lost
 	id, exec string
 
 	stdin, stdout, stderr int // this side's descriptors
 	slave                 *os.File
 	output                sync.WaitGroup // copies to stdout and stderr
+	waiting               atomic.Int32   // those that have nothing to copy
 }
 
 // drainTimeout is how long an attendant waits for the end of the output after the end of the
 // process. Another process may still hold the streams open.
-const drainTimeout = 2 * time.Second
+const (
+	drainTimeout = 2 * time.Second
+	drainPause   = 50 * time.Millisecond
+)
 
 // begin starts the copying. The process has started, and the caller holds the FIFOs until begin
 // returns.
@@ -114,7 +119,7 @@ func (a *attendant) begin() error {
 		if err != nil {
 			return err
 		}
-		a.output.Go(func() { copyStream(from, out.to) })
+		a.output.Go(func() { copyStream(from, out.to, &a.waiting) })
 	}
 	if a.Stdin == "" {
 		return nil
@@ -129,46 +134,102 @@ func (a *attendant) begin() error {
 
 // feed copies the input, and tells the shim its end. The shim holds the FIFO open, too.
 func (a *attendant) feed(to int) {
-	copyStream(a.stdin, to)
+	copyStream(a.stdin, to, new(atomic.Int32))
 	_ = unix.Close(to)
 	// The process may have ended.
-	_ = a.client.do(context.Background(), "CloseIO", &task.CloseIORequest{ID: a.id, ExecID: a.exec, Stdin: true})
+	_ = a.client.Load().do(context.Background(), "CloseIO", &task.CloseIORequest{ID: a.id, ExecID: a.exec, Stdin: true})
 }
 
-// finish waits for the rest of the output.
+// finish waits for the rest of the output, also if its reader is slow.
 func (a *attendant) finish() {
 	done := make(chan struct{})
 	go func() { a.output.Wait(); close(done) }()
-	select {
-	case <-done:
-	case <-time.After(drainTimeout):
+	for idle := time.Duration(0); idle < drainTimeout; {
+		select {
+		case <-done:
+			return
+		case <-time.After(drainPause):
+		}
+		if a.waiting.Load() > 0 {
+			idle += drainPause
+		} else {
+			idle = 0
+		}
 	}
 }
 
-// copyStream copies until the end of the input, or until nobody reads the output. It splices only
-// between pipes. During a splice from a terminal that has no input, nobody else can use the pipe.
-func copyStream(from, to int) {
-	if !isPipe(from) || !isPipe(to) {
-		_, _ = io.Copy(fileWriter(to), fileReader(from)) // a terminal ends with an error
+// copyStream copies until the end of the input. If nobody reads the output, it discards the rest, so
+// that the writer does not wait. It splices only between pipes. During a splice from a terminal that
+// has no input, nobody else can use the pipe. waiting counts the copies that wait for input.
+func copyStream(from, to int, waiting *atomic.Int32) {
+	input := fileReader{fd: from, waiting: waiting}
+	if isPipe(from) && isPipe(to) {
+		for {
+			input.await()
+			n, err := unix.Splice(from, nil, to, nil, 1<<20, 0)
+			if err == nil && n == 0 {
+				return
+			}
+			if err != nil && err != unix.EINTR {
+				break
+			}
+		}
+	} else if _, err := io.Copy(fileWriter(to), input); err == nil {
 		return
 	}
+	_, _ = io.Copy(io.Discard, input) // a terminal ends with an error
+}
+
+// discard reads the output of a process that nobody attends any more, until stop.
+func (s *streams) discard() (stop func(), err error) {
+	var files []*os.File
+	var reading sync.WaitGroup
+	stop = func() {
+		for _, f := range files {
+			_ = f.Close() // nothing was written
+		}
+		reading.Wait()
+	}
+	for _, path := range []string{s.Stdout, s.Stderr} {
+		if path == "" {
+			continue
+		}
+		f, err := os.OpenFile(path, os.O_RDWR|unix.O_NONBLOCK, 0) // with a writer, reads wait
+		if err != nil {
+			stop()
+			return nil, err
+		}
+		files = append(files, f)
+		reading.Go(func() { _, _ = io.Copy(io.Discard, f) }) // it ends with stop
+	}
+	return stop, nil
+}
+
+// fileReader and fileWriter are descriptors without a finalizer.
+type (
+	fileReader struct {
+		fd      int
+		waiting *atomic.Int32
+	}
+	fileWriter int
+)
+
+// await waits for input, or for the end of it.
+func (f fileReader) await() {
+	f.waiting.Add(1)
+	defer f.waiting.Add(-1)
 	for {
-		n, err := unix.Splice(from, nil, to, nil, 1<<20, 0)
-		if err != unix.EINTR && (err != nil || n == 0) {
+		_, err := unix.Poll([]unix.PollFd{{Fd: int32(f.fd), Events: unix.POLLIN}}, -1)
+		if err != unix.EINTR {
 			return
 		}
 	}
 }
 
-// fileReader and fileWriter are descriptors without a finalizer.
-type (
-	fileReader int
-	fileWriter int
-)
-
 func (f fileReader) Read(p []byte) (int, error) {
+	f.await()
 	for {
-		n, err := unix.Read(int(f), p)
+		n, err := unix.Read(f.fd, p)
 		switch {
 		case err == unix.EINTR:
 		case err != nil: // a terminal whose other side is closed: EIO
@@ -261,7 +322,7 @@ func (a *attendant) followSize() {
 			continue // it has none yet
 		}
 		// The process may have ended.
-		_ = a.client.do(context.Background(), "ResizePty",
+		_ = a.client.Load().do(context.Background(), "ResizePty",
 			&task.ResizePtyRequest{ID: a.id, ExecID: a.exec, Width: uint32(size.Col), Height: uint32(size.Row)})
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	bootapi "github.com/containerd/containerd/api/runtime/bootstrap/v1"
@@ -75,6 +76,7 @@ func TestParseAnswer(t *testing.T) {
 		{message(4, "unix:///run/s", "ttrpc"), "", 0, "version 4"},
 		{`{"version": 3}`, "", 0, "no address"},
 		{"", "", 0, "no address"},
+		{"unix://\x00/containerd-shim/1.sock", "", 0, "no address"},
 		{"panic: x", "", 0, "no address"},
 	} {
 		address, version, err := parseAnswer([]byte(tc.answer))
@@ -180,7 +182,7 @@ func TestStreamsAreHeld(t *testing.T) {
 	release()
 	r, to, err := os.Pipe()
 	testutil.Must(t, err)
-	copyStream(from, int(to.Fd())) // it ends, because nobody else writes
+	copyStream(from, int(to.Fd()), new(atomic.Int32)) // it ends, because nobody else writes
 	testutil.Must(t, to.Close())
 	text := make([]byte, 10)
 	n, err := r.Read(text)
