@@ -192,20 +192,24 @@ func TestNodeDefaults(t *testing.T) {
 
 // berth makes a pod's user namespace. An OCI runtime that supports user namespaces joins it.
 func TestCrunUserNamespace(t *testing.T) {
+	testHandlerUserNamespace(t, harness.StartDaemon(t, harness.WithHandler("crun", harness.Crun(t))), "crun")
+}
+
+func testHandlerUserNamespace(t *testing.T, d *harness.Daemon, handler string) {
+	t.Helper()
 	const base = 5 * usernsLength
-	d := harness.StartDaemon(t, harness.WithHandler("crun", harness.Crun(t)))
-	if announced, _ := handlersOf(t, d); !announced["crun"].GetUserNamespaces() {
-		_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t, userNamespace(base)), "crun")
+	if announced, _ := handlersOf(t, d); !announced[handler].GetUserNamespaces() {
+		_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t, userNamespace(base)), handler)
 		harness.WantCode(t, err, codes.FailedPrecondition, "user namespaces")
 		mapped := &runtimeapi.Mount{HostPath: t.TempDir(), ContainerPath: "/mnt", UidMappings: idMapping(base), GidMappings: idMapping(base)}
-		_, err = runPodWith(t, d, "crun", harness.HostNetwork).TryCreate(t, harness.Mount(mapped))
+		_, err = runPodWith(t, d, handler, harness.HostNetwork).TryCreate(t, harness.Mount(mapped))
 		harness.WantCode(t, err, codes.FailedPrecondition, "ID-mapped mounts")
-		t.Skip("NOT TESTED except for the refusal: this crun does not support user namespaces (1.21 does)")
+		t.Skip("NOT TESTED except for the refusal: this runtime does not support user namespaces (crun 1.21 does)")
 	}
 	volume := t.TempDir()
 	harness.Must(t, os.WriteFile(filepath.Join(volume, "file"), nil, 0o600))
 	harness.Must(t, os.Chown(filepath.Join(volume, "file"), 5, 6))
-	pod := runPodWith(t, d, "crun", userNamespace(base))
+	pod := runPodWith(t, d, handler, userNamespace(base))
 	c := pod.Run(t, inUserNamespace(base), harness.Mount(&runtimeapi.Mount{HostPath: volume, ContainerPath: "/mnt",
 		UidMappings: idMapping(base), GidMappings: idMapping(base)}))
 	harness.Equal(t, "uid_map", strings.Join(strings.Fields(c.Exec(t, "cat", "/proc/self/uid_map")), " "), fmt.Sprintf("0 %d 65536", base))
@@ -250,12 +254,15 @@ func TestCrunSurvivesDaemon(t *testing.T) {
 	}
 }
 
+// networkOfGVisor is a configuration of CNI plugins. gVisor removes the pod's addresses from its
+// interface and uses them itself. The bridge plugin then has no source address to masquerade.
+func networkOfGVisor() string {
+	return strings.Replace(fixture.Conflist("test", "/run/runsc-network", fixture.Range4), `"ipMasq": true`, `"ipMasq": false`, 1)
+}
+
 // The containers of a pod run in one gVisor sandbox, with its own kernel.
 func TestRunsc(t *testing.T) {
-	// gVisor removes the pod's addresses from its interface and uses them itself. The bridge plugin
-	// then has no source address to masquerade.
-	network := strings.Replace(fixture.Conflist("test", "/run/runsc-network", fixture.Range4), `"ipMasq": true`, `"ipMasq": false`, 1)
-	d := harness.StartDaemon(t, harness.WithHandler("runsc", runsc(t)), harness.WithNetwork(network))
+	d := harness.StartDaemon(t, harness.WithHandler("runsc", runsc(t)), harness.WithNetwork(networkOfGVisor()))
 	pod := runPodWith(t, d, "runsc")
 	t.Run("lifecycle", func(t *testing.T) {
 		c := pod.Run(t, harness.Script("trap 'echo bye; exit 7' TERM; echo hello; dmesg | head -3; while :; do sleep 0.1; done"))

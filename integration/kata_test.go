@@ -60,8 +60,7 @@ func startKata(t *testing.T) (*hypervisor, harness.DaemonOption) {
 	if shim == "" {
 		t.Skip("NOT TESTED: BERTH_KATA_SHIM is not the path of Kata's containerd-shim-kata-v2")
 	}
-	runcShim, _ := runcShim(t)
-	runc := filepath.Join(filepath.Dir(runcShim), "runc")
+	runc := filepath.Join(harness.Containerd(t), "runc")
 	dir := harness.Get(os.MkdirTemp("/run", "kata"))(t)
 	config := filepath.Join(dir, "kata.toml")
 	harness.Must(t, os.WriteFile(config, fmt.Appendf(nil, kataConfig, filepath.Join(dir, kata.HypervisorSocket)), 0o600))

@@ -23,7 +23,7 @@ const (
 
 // newSecondNode makes a second machine with a daemon in its default directories: mount, network and
 // UTS namespaces inside those of the test. The other end of the first machine's eth0 is its eth0.
-func newSecondNode(t *testing.T, first *pageNode) *kubeadm {
+func newSecondNode(t *testing.T, first *pageNode, network string) *kubeadm {
 	t.Helper()
 	k := &kubeadm{
 		node: &node{dir: first.disk + "/" + secondNode, suffix: "2"},
@@ -32,7 +32,7 @@ func newSecondNode(t *testing.T, first *pageNode) *kubeadm {
 	harness.Must(t, os.MkdirAll(k.page.disk+"/berth", 0o711))
 	k.makeCgroups(t)
 	k.startMachine(t)
-	k.configure(t)
+	k.configure(t, network)
 	k.startDaemon(t)
 	return k
 }
@@ -71,13 +71,13 @@ exec sleep infinity`
 	}
 }
 
-// configure lets the daemon use the built-in network, and the test's registry for every name.
-func (k *kubeadm) configure(t *testing.T) {
+// configure lets the daemon use a type of network, and the test's registry for every name.
+func (k *kubeadm) configure(t *testing.T, network string) {
 	t.Helper()
 	const script = `mkdir -p /etc/berth/certs.d/_default
-printf '[network]\ntype = "berth-net"\nno_masquerade = ["%s"]\n' "$2" >/etc/berth/config.toml
+printf '[network]\ntype = "%s"\nno_masquerade = ["%s"]\n' "$3" "$2" >/etc/berth/config.toml
 printf 'server = "%s"\n' "$1" >/etc/berth/certs.d/_default/hosts.toml`
-	k.command(t, "bash", "-euc", script, "configure", forwardRegistry(t), clusterPods)
+	k.command(t, "bash", "-euc", script, "configure", forwardRegistry(t), clusterPods, network)
 }
 
 // forwardRegistry serves the test's registry, which listens on loopback, at the first machine's

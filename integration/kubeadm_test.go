@@ -30,7 +30,7 @@ func TestControlPlaneKubeadm(t *testing.T) {
 	for _, name := range append(controlPlanePrograms, "kubeadm", "kubectl", "kubelet") {
 		kubernetesProgram(t, name)
 	}
-	c := newKubeadmCluster(t)
+	c := newKubeadmCluster(t, builtIn)
 	for _, b := range harness.Get(pages.Read(checkoutDir))(t)["kubeadm.md"] {
 		switch {
 		case b.RunsIn(pages.Kubeadm):
@@ -57,16 +57,18 @@ type kubeadmCluster struct {
 	output        string // of all blocks
 }
 
-func newKubeadmCluster(t *testing.T) *kubeadmCluster {
+func newKubeadmCluster(t *testing.T, network string) *kubeadmCluster {
 	t.Helper()
 	first := &kubeadm{node: &node{dir: t.TempDir()}, env: []string{"NODE=" + secondNode, "KUBECONFIG=/etc/kubernetes/admin.conf"}}
 	first.makeCgroups(t)
-	first.page = newPageNode(t)
+	first.page = newPageMachine(t)
+	first.page.configure(t, network)
+	first.page.serve(t)
 	addNodeAddress(t)
 	hosts := "127.0.0.1 localhost\n" + kubeletAddress + " " + kubeletNode + "\n" + secondAddress + " " + secondNode + "\n"
 	harness.Must(t, os.WriteFile("/etc/hosts", []byte(hosts), 0o600))
 	c := &kubeadmCluster{first: first, version: strings.TrimSpace(first.command(t, "kubeadm", "version", "-o", "short"))}
-	c.second = newSecondNode(t, first.page)
+	c.second = newSecondNode(t, first.page, network)
 	first.writeConfiguration(t)
 	first.pushImages(t, c.version)
 	for _, m := range []*kubeadm{c.first, c.second} {
@@ -263,14 +265,20 @@ func (k *kubeadm) pushImages(t *testing.T, version string) {
 	}
 }
 
-// imageOf returns an image that contains a program.
+// imageOf returns an image that contains a program. Programs that are links to one file share its
+// layer.
 func (k *kubeadm) imageOf(t *testing.T, program string) v1.Image {
 	t.Helper()
-	body := harness.Get(os.ReadFile(kubernetesProgram(t, program)))(t)
+	file := harness.Get(filepath.EvalSymlinks(kubernetesProgram(t, program)))(t)
+	body := harness.Get(os.ReadFile(file))(t)
+	name := filepath.Base(file)
 	tree := fixture.Tree{fixture.Dir("usr", 0o755), fixture.Dir("usr/local", 0o755), fixture.Dir("usr/local/bin", 0o755)}
-	tree = append(tree, fixture.File("usr/local/bin/"+program, 0o755, string(body)))
-	layer := harness.Get(tree.Layer(fixture.Plain))(t)
-	return harness.Get(fixture.ImageOf(v1.Config{Env: []string{"PATH=/usr/local/bin"}}, layer))(t)
+	tree = append(tree, fixture.File("usr/local/bin/"+name, 0o755, string(body)))
+	layers := []v1.Layer{harness.PackLayer(t, tree, fixture.Plain)}
+	if name != program {
+		layers = append(layers, harness.PackLayer(t, fixture.Tree{fixture.Symlink("usr/local/bin/"+program, name)}, fixture.Plain))
+	}
+	return harness.Get(fixture.ImageOf(v1.Config{Env: []string{"PATH=/usr/local/bin"}}, layers...))(t)
 }
 
 // writeKubeletConfiguration writes kubelet's settings for this machine, a second directory beside

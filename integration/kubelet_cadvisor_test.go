@@ -26,7 +26,7 @@ const containerdSocket = "/run/containerd/containerd.sock"
 
 // containerdEnv names a directory with the programs containerd, containerd-shim-runc-v2 and runc.
 // integration/containerd/build makes it.
-const containerdEnv = "BERTH_CONTAINERD"
+const containerdEnv = harness.ContainerdEnv
 
 // recordedStatistics returns the file with the statistics of observedPod from a kubelet of this
 // version with default feature gates, on containerd with cgroup v1.

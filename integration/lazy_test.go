@@ -134,8 +134,11 @@ func reader() string { return "sha256sum /one /two /three /four; exec sleep 1000
 
 // A pull returns before its layer is there. A container reads the right bytes once they come, and
 // the layer becomes complete.
-func TestLazyPull(t *testing.T) {
-	n := startLazyNode(t)
+func TestLazyPull(t *testing.T) { testLazyPull(t) }
+
+func testLazyPull(t *testing.T, options ...string) {
+	t.Helper()
+	n := startLazyNode(t, options...)
 	n.gate.Shut()
 	n.Pull(t, n.image)
 	pod := n.RunPod(t)

@@ -154,7 +154,7 @@ type pageNode struct {
 func newPageNode(t *testing.T) *pageNode {
 	t.Helper()
 	n := newPageMachine(t)
-	n.configure(t)
+	n.configure(t, builtIn)
 	n.serve(t)
 	return n
 }
@@ -212,11 +212,14 @@ func (n *pageNode) makeCheckout(t *testing.T) {
 	harness.Must(t, os.Symlink(harness.Get(filepath.Abs(checkoutDir+"/contrib"))(t), n.dir+"/contrib"))
 }
 
-// configure lets berth use the built-in network, and the test's registry for every name.
-func (n *pageNode) configure(t *testing.T) {
+// builtIn is the network.type of the built-in network.
+const builtIn = "berth-net"
+
+// configure lets berth use a type of network, and the test's registry for every name.
+func (n *pageNode) configure(t *testing.T, network string) {
 	t.Helper()
 	harness.Must(t, os.RemoveAll("/etc/berth"))
-	writeBelow(t, "/etc/berth", "config.toml", fmt.Appendf(nil, "[network]\ntype = \"berth-net\"\nno_masquerade = [%q]\n[checkpoint]\nrestore = \"trusted\"\n", clusterPods))
+	writeBelow(t, "/etc/berth", "config.toml", fmt.Appendf(nil, "[network]\ntype = %q\nno_masquerade = [%q]\n[checkpoint]\nrestore = \"trusted\"\n", network, clusterPods))
 	writeBelow(t, "/etc/berth", "certs.d/_default/hosts.toml", fmt.Appendf(nil, "server = %q\n", "http://"+harness.Registry.Host))
 	img := harness.Get(fixture.Image(v1.Config{Cmd: []string{"sh"}}))(t)
 	for _, name := range []string{"library/busybox:latest", "library/busybox:1.36", "team/app:v1"} {

@@ -273,8 +273,11 @@ func TestTokenIsUsedOnce(t *testing.T) {
 const echoScript = "while read x; do echo you said $x; echo and on stderr >&2; [ $x = bye ] && exit 8; done; echo end of input"
 
 func TestAttach(t *testing.T) {
-	d := harness.StartDaemon(t)
-	pod := d.RunPod(t, harness.HostNetwork)
+	testAttach(t, harness.StartDaemon(t).RunPod(t, harness.HostNetwork))
+}
+
+func testAttach(t *testing.T, pod *harness.Pod) {
+	t.Helper()
 	for _, p := range sessions.Protocols {
 		t.Run(p.Name, func(t *testing.T) {
 			c := pod.Run(t, harness.Script(echoScript), harness.WithStdin(false))

@@ -20,7 +20,7 @@ import (
 func setDevices(in ContainerInput, spec *specs.Spec) error {
 	// The first rule denies everything, and later rules take precedence.
 	rules := []specs.LinuxDeviceCgroup{{Allow: false, Access: "rwm"}}
-	if in.security().GetPrivileged() {
+	if in.security().GetPrivileged() && !in.WithoutHostDevices {
 		rules = []specs.LinuxDeviceCgroup{{Allow: true, Access: "rwm"}}
 		devices, err := in.Files.Devices("/dev")
 		if err != nil {

@@ -108,7 +108,9 @@ type ContainerInput struct {
 	// DeviceOwnership sets the owner of Config's devices to run_as_user and run_as_group, so that a
 	// process without root privileges can use them.
 	DeviceOwnership bool
-	Defaults        Defaults
+
+	WithoutHostDevices bool // a privileged container gets no devices of the host
+	Defaults           Defaults
 }
 
 // Defaults apply to all containers of the node.

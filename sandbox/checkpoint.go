@@ -302,7 +302,7 @@ func (k *checkpoints) checkRunning(c lockedContainer) error {
 	if c.Phase() != state.ContainerRunning || run == nil || run.HasEnded() {
 		return errdefs.FailedPrecondition("container %s does not run", c.ID)
 	}
-	if program := k.objects.runtimeOf(c.container); program != nil && !program.Sandboxed {
+	if program := k.objects.runtimeOf(c.container); program != nil && !program.Saves() {
 		return errdefs.FailedPrecondition(
 			"container %s: the runtime of its handler is not berth's own, so it cannot be checkpointed", c.ID)
 	}

@@ -130,7 +130,7 @@ func TestHandlersAreValidated(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := map[string]Handler{"crun": {Path: "/usr/bin/crun", Args: []string{"--debug"}}, "test-handler": {}}
+	want := map[string]Handler{"crun": {Type: "oci", Path: "/usr/bin/crun", Args: []string{"--debug"}}, "test-handler": {Type: "oci"}}
 	if !reflect.DeepEqual(c.Handlers, want) || c.DefaultHandler != "crun" {
 		t.Errorf("handlers are %+v, by default %q", c.Handlers, c.DefaultHandler)
 	}

@@ -36,7 +36,7 @@ var tables = sync.OnceValue(func() []table {
 
 func isTables(field reflect.StructField) bool { return field.Type.Kind() == reflect.Map }
 
-// check validates all entries of the table in c, and cleans their paths.
+// check sets the defaults of all entries of the table in c, validates them, and cleans their paths.
 func (t table) check(c *Config, where func(key string) string) []error {
 	entries := fields(c).FieldByIndex(t.field.Index)
 	var all []error
@@ -44,6 +44,11 @@ func (t table) check(c *Config, where func(key string) string) []error {
 		entry := reflect.New(t.field.Type.Elem()).Elem() // values in a map are not addressable
 		entry.Set(entries.MapIndex(name))
 		for _, o := range t.Options {
+			if o.Default != "" && o.value(entry).IsZero() {
+				if err := o.set(entry, o.defaults()); err != nil {
+					all = append(all, err)
+				}
+			}
 			if err := o.check(entry); err != nil {
 				all = append(all, fmt.Errorf("%s: %w", where(t.Key+"."+name.String()+"."+o.Key), err))
 			}

@@ -39,7 +39,7 @@ func TestReportedConfigurationIsReadUnchanged(t *testing.T) {
 		"a duration, by its text":         {told: `{"StallTimeout":"7s"}`, want: func(c *Config) { *c = *Default(); c.StallTimeout = Duration{7 * time.Second} }},
 		"a list and a table, by their own": {told: `{"NRIReject":["hooks"],"Handlers":{"crun":{"Path":"/usr/bin/crun"}}}`, want: func(c *Config) {
 			*c = *Default()
-			c.NRIReject, c.Handlers = []string{"hooks"}, map[string]Handler{"crun": {Path: "/usr/bin/crun"}}
+			c.NRIReject, c.Handlers = []string{"hooks"}, map[string]Handler{"crun": {Type: "oci", Path: "/usr/bin/crun"}}
 		}},
 	} {
 		t.Run(name, func(t *testing.T) {

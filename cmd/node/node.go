@@ -78,11 +78,6 @@ func FindUnpack(configured string) (string, error) {
 	return findProgram("berth-unpack", "unpack_path", configured)
 }
 
-// FindTask is FindShim for berth-task.
-func FindTask(configured string) (string, error) {
-	return findProgram("berth-task", "container.task_path", configured)
-}
-
 // FindVerify is FindShim for berth-verify.
 func FindVerify(configured string) (string, error) {
 	return findProgram("berth-verify", "signature.verify_path", configured)

@@ -95,6 +95,7 @@ func want(prefix, cni, zsh string) []file {
 		{prefix + "/bin/berth-shim", program, ""},
 		{prefix + "/bin/berth-unpack", program, ""},
 		{prefix + "/bin/berth-verify", program, ""},
+		{prefix + "/bin/berth-task", program, ""},
 		{cni + "/berth-net", program, ""},
 		{prefix + "/lib/systemd/system/berth.service", data, ""},
 		{prefix + "/lib/systemd/system/berth.socket", data, ""},
@@ -397,7 +398,7 @@ func TestDebInChroot(t *testing.T) {
 	dpkg("--install", deb) // an upgrade
 	dpkg("--remove", "berth")
 	want := []string{"/etc/berth/config.toml"}
-	for _, kept := range []string{"berth", "berth-shim", "berth-unpack", "berth-verify", "etc/config.toml"} {
+	for _, kept := range []string{"berth", "berth-shim", "berth-unpack", "berth-verify", "berth-task", "etc/config.toml"} {
 		want = append(want, "/var/lib/berth/uninstall/"+kept)
 	}
 	if got := files(t, dir); !slices.Equal(got, want) {

@@ -61,6 +61,11 @@ func (b *bench) open(ctx context.Context) error {
 			return err
 		}
 	}
+	if b.shim && b.peers != "" {
+		b.add(site.Berth(ctx, "berth-shim", b.berth, b.revision, false, `default_handler = "shim"`, "[handlers.shim]", `type = "shim"`,
+			fmt.Sprintf("path = %q", filepath.Join(b.peers, "containerd-shim-runc-v2")),
+			fmt.Sprintf("options = [%q]", "BinaryName="+filepath.Join(b.peers, "runc"))))
+	}
 	if b.peers != "" {
 		if err := b.openPeers(ctx, site); err != nil {
 			return err

@@ -30,6 +30,7 @@ import (
 
 type options struct {
 	berth    string // directory of programs
+	shim     bool   // berth with containerd's shim
 	against  string // directory of another build of berth; empty: no comparison
 	peers    string
 	revision string // revision of berth
@@ -54,6 +55,7 @@ type options struct {
 func main() {
 	o := options{rows: regexp.MustCompile("")}
 	flag.StringVar(&o.berth, "berth", "bin", "directory of berth's programs")
+	flag.BoolVar(&o.shim, "shim", false, "also measure berth with containerd's shim, beside containerd with the same shim")
 	flag.StringVar(&o.against, "against", "", "directory of another build of berth to compare with; empty: no comparison")
 	flag.StringVar(&o.peers, "peers", "", "directory of the other runtimes' programs; empty: measure none of them")
 	flag.StringVar(&o.revision, "revision", "", "berth's commit, shown beside its version")

@@ -142,6 +142,11 @@ const crun = "crun"
 
 func byCrun(_ *testing.T, w *world) { w.handler = crun }
 
+// shim is the handler of pods whose containers containerd's shim for runc runs.
+const shim = "shim"
+
+func byShim(_ *testing.T, w *world) { w.handler = shim }
+
 func with(steps ...func(*testing.T, *world)) func(*testing.T, *world) {
 	return func(t *testing.T, w *world) {
 		for _, step := range steps {

@@ -45,7 +45,6 @@ type shimOperation struct {
 	// execs: the operation is an exec. If both the daemon and the launcher are killed, no record of
 	// the exec remains. Its processes then live until the container exits.
 	execs bool
-	crun  bool // the daemon has crun as a handler
 	// launches: a launcher does most of the operation.
 	launches bool
 	// limited: the operation may time out before it reaches a point.
@@ -59,7 +58,8 @@ type shimOperation struct {
 
 var shimOperations = []shimOperation{
 	{operation: operation{name: "RunPodSandbox", prepare: withPod(hostPort), request: runPod}, launches: true},
-	{operation: operation{name: "RunPodSandbox_crun", prepare: with(byCrun, withPod(harness.HostNetwork)), request: runPod, more: true}, launches: true, crun: true},
+	{operation: operation{name: "RunPodSandbox_crun", daemon: withCrun, prepare: with(byCrun, withPod(harness.HostNetwork)), request: runPod, more: true}, launches: true},
+	{operation: operation{name: "RunPodSandbox_shim", daemon: withShim, prepare: with(byShim, withPod(harness.HostNetwork)), request: runPod, more: true}, launches: true},
 	{operation: operation{name: "RunPodSandbox_userNamespace", prepare: withPod(podInUserNamespace), request: runPod, more: true}, launches: true},
 
 	{operation: operation{name: "CreateContainer", prepare: with(podRuns(hostPort), withContainer()), request: createContainer}, noMonitor: true},
@@ -70,13 +70,17 @@ var shimOperations = []shimOperation{
 		request: startContainer, more: true}, next: startNext, launches: true},
 	{operation: operation{name: "StartContainer_writableCgroups", prepare: with(podRuns(harness.HostNetwork), withContainer(writableCgroups, harness.RunAs(1001)), created),
 		request: startContainer, more: !machine.Cgroup2()}, next: startNext, launches: true},
-	{operation: operation{name: "StartContainer_crun", prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(), created), request: startContainer, more: true},
-		next: startNext, launches: true, crun: true},
+	{operation: operation{name: "StartContainer_crun", daemon: withCrun, prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(), created), request: startContainer, more: true},
+		next: startNext, launches: true},
+	{operation: operation{name: "StartContainer_shim", daemon: withShim, prepare: with(byShim, podRuns(harness.HostNetwork), withContainer(), created), request: startContainer, more: true},
+		next: startNext, launches: true},
 	{operation: operation{name: "StartContainer_fails", prepare: with(podRuns(harness.HostNetwork), withContainer(harness.Command("/no/such/program")), created), request: failToStart}, launches: true},
 
 	{operation: operation{name: "Exec", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: execute}, execs: true, launches: true},
-	{operation: operation{name: "Exec_crun", prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: execute, more: true},
-		execs: true, launches: true, crun: true},
+	{operation: operation{name: "Exec_crun", daemon: withCrun, prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: execute, more: true},
+		execs: true, launches: true},
+	{operation: operation{name: "Exec_shim", daemon: withShim, prepare: with(byShim, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: execute, more: true},
+		execs: true, launches: true},
 	{operation: operation{name: "Exec_timeout", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: executeTooLong}, execs: true, launches: true, limited: true},
 	{operation: operation{name: "Exec_fails", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: failToExec, more: true}, execs: true, launches: true},
 
@@ -87,6 +91,7 @@ var shimOperations = []shimOperation{
 	{operation: operation{name: "StopPodSandbox", prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: stopPod}, exits: true},
 	{operation: operation{name: "RemoveContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: removeContainer}},
 	{operation: operation{name: "RemovePodSandbox", prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: removePod}},
+	{operation: operation{name: "RemovePodSandbox_shim", daemon: withShim, prepare: with(byShim, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: removePod, more: true}},
 	{operation: operation{name: "RemovePodSandbox_userNamespace", prepare: with(podRuns(podInUserNamespace), withContainer(exitsOnTerm, containerInUserNamespace), started),
 		request: removePod, more: true}},
 }
@@ -141,9 +146,6 @@ func (e *shimEnumeration) run(t *testing.T) {
 
 func (e *shimEnumeration) start(t *testing.T) {
 	options := []harness.DaemonOption{harness.WithFailpoints(&e.fp)}
-	if e.crun {
-		options = append(options, harness.WithHandler(crun, harness.Crun(t)))
-	}
 	if e.op.daemon != nil {
 		options = append(options, e.op.daemon(t))
 	}
@@ -192,11 +194,11 @@ func asLost(s inventory.Items) inventory.Items {
 	})
 }
 
-// shimCases returns the points of a trace that launchers and monitors reached.
+// shimCases returns the points of a trace that launchers, monitors and berth-task reached.
 func shimCases(trace []harness.ReachedPoint) (cases []shimPoint) {
 	var names []string
 	for _, p := range trace {
-		if p.Program == harness.LauncherProgram || p.Program == harness.MonitorProgram {
+		if p.Program == harness.LauncherProgram || p.Program == harness.MonitorProgram || p.Program == harness.TaskProgram {
 			names = append(names, p.Program+" "+p.Name)
 		}
 	}

@@ -20,6 +20,8 @@ var starts = []operation{
 		prepare: with(podRuns(podInUserNamespace), withContainer(exitsOnTerm, containerInUserNamespace, imageVolume), started), request: doNothing, more: true},
 	{name: "Start_lost_records_crun", daemon: withCrun, spoil: loseRecords,
 		prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: doNothing, more: true},
+	{name: "Start_lost_records_shim", daemon: withShim, spoil: loseRecords,
+		prepare: with(byShim, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: doNothing, more: true},
 	{name: "Start_lost_record_of_created_container", spoil: loseContainerRecord, prepare: with(podRuns(hostPort), withContainer(), created), request: doNothing, more: true},
 	{name: "Start_damaged_records", named: record.SetAsideDir, spoil: with(damageRecords, emptyAddress), prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing},
 	{name: "Start_other_programs", spoil: with(renameProgram("pause"), renameProgram("monitor")), prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing, more: true},

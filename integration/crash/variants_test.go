@@ -44,6 +44,11 @@ var variants = []operation{
 		again: startAnother, more: true},
 	{name: "RemovePodSandbox_crun", daemon: withCrun, prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: removePod, more: true},
 
+	{name: "RunPodSandbox_shim", daemon: withShim, prepare: with(byShim, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
+	{name: "StartContainer_shim", daemon: withShim, prepare: with(byShim, podRuns(harness.HostNetwork), withContainer(), created), request: startContainer,
+		again: startAnother, more: true},
+	{name: "RemovePodSandbox_shim", daemon: withShim, prepare: with(byShim, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: removePod, more: true},
+
 	{name: "RunPodSandbox_plugin", daemon: withPlugin, prepare: withPod(harness.HostNetwork), request: runPod, again: anotherPod, more: true},
 	{name: "CreateContainer_plugin", daemon: withPlugin, prepare: with(podRuns(harness.HostNetwork), withContainer()), request: createContainer, again: anotherContainer, more: true},
 	{name: "StopPodSandbox_plugin", daemon: withPlugin, prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: stopPod, more: true},
@@ -123,6 +128,9 @@ func sendDatagram(t *testing.T, _ *world) {
 
 // withCrun configures crun as a handler.
 func withCrun(t *testing.T) harness.DaemonOption { return harness.WithHandler(crun, harness.Crun(t)) }
+
+// withShim configures containerd's shim for runc as a handler.
+func withShim(t *testing.T) harness.DaemonOption { return harness.WithRuncShim(t, shim) }
 
 // withPlugin configures an NRI plugin that each daemon starts.
 func withPlugin(*testing.T) harness.DaemonOption {

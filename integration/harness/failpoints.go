@@ -83,7 +83,7 @@ func (f *Failpoints) Trace(t *testing.T) {
 type ReachedPoint struct {
 	Name    string
 	PID     int
-	Program string // DaemonProgram, LauncherProgram or MonitorProgram
+	Program string // DaemonProgram, LauncherProgram, MonitorProgram or TaskProgram
 }
 
 // Names of berth's programs that have failpoints.
@@ -91,6 +91,7 @@ const (
 	DaemonProgram   = "berthd"
 	LauncherProgram = "berth-shim"
 	MonitorProgram  = "berth-monitor"
+	TaskProgram     = "berth-task"
 )
 
 // Traced ends the trace and returns the recorded points in order.

@@ -43,3 +43,30 @@ func Crun(t *testing.T) string {
 	}
 	return path
 }
+
+// ContainerdEnv names the directory of containerd's programs.
+const ContainerdEnv = "BERTH_CONTAINERD"
+
+// Containerd returns the directory of containerd's programs. It skips the test if there is none.
+func Containerd(t *testing.T) string {
+	t.Helper()
+	dir := os.Getenv(ContainerdEnv)
+	if dir == "" {
+		t.Skipf("NOT TESTED: %s is not set: export %[1]s=$(integration/containerd/build)", ContainerdEnv)
+	}
+	return dir
+}
+
+// WithRuncShim configures a handler with containerd's shim for runc.
+func WithRuncShim(t *testing.T, name string) DaemonOption {
+	t.Helper()
+	return WithConfig(RuncShim(t, name)...)
+}
+
+// RuncShim returns the configuration of a handler with containerd's shim for runc.
+func RuncShim(t *testing.T, name string) []string {
+	t.Helper()
+	dir := Containerd(t)
+	return []string{"[handlers." + name + "]", `type = "shim"`, fmt.Sprintf("path = %q", dir+"/containerd-shim-runc-v2"),
+		fmt.Sprintf("options = [%q]", "BinaryName="+dir+"/runc")}
+}

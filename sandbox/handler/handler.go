@@ -36,13 +36,15 @@ type Config struct {
 	// Task is the path of berth-task, which calls the shim at Path. Empty: Path is an OCI runtime.
 	Task    string
 	Options []string // of the shim: NAME=VALUE
+
+	WithoutHostDevices bool // privileged containers get no devices of the host
 	// Annotations are the names of the annotations that pods and containers pass to the runtime.
 	// "*" stands for any characters.
 	Annotations []string
 }
 
 func (c Config) equal(other Config) bool {
-	return c.Path == other.Path && c.Task == other.Task && slices.Equal(c.Options, other.Options) &&
+	return c.Path == other.Path && c.WithoutHostDevices == other.WithoutHostDevices && c.Task == other.Task && slices.Equal(c.Options, other.Options) &&
 		slices.Equal(c.Args, other.Args) && slices.Equal(c.Annotations, other.Annotations)
 }
 
@@ -224,8 +226,9 @@ type Runtime struct {
 	RecursiveReadOnly bool `json:"recursiveReadOnly,omitempty"`
 	IDMappedMounts    bool `json:"idMappedMounts,omitempty"`
 	CgroupNamespaces  bool `json:"cgroupNamespaces,omitempty"` // false in records of berth 0.2
-	// Annotations has the names in Config.Annotations.
-	Annotations []string `json:"annotations,omitempty"`
+	// WithoutHostDevices and Annotations are those of Config.
+	WithoutHostDevices bool     `json:"withoutHostDevices,omitempty"`
+	Annotations        []string `json:"annotations,omitempty"`
 }
 
 // Program returns the runtime to execute, nil for libcontainer.
@@ -264,7 +267,7 @@ func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userN
 			SystemdCgroup: systemdCgroup, Sandboxed: can.Sandboxed, TaskAPI: h.config.Task != "", SubCgroups: can.SubCgroups,
 			Version: can.Version},
 		RecursiveReadOnly: can.RecursiveReadOnly, IDMappedMounts: can.UserNamespaces, CgroupNamespaces: can.CgroupNamespaces,
-		Annotations: h.config.Annotations,
+		Annotations: h.config.Annotations, WithoutHostDevices: h.config.WithoutHostDevices,
 	}, nil
 }
 

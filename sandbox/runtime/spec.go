@@ -78,9 +78,11 @@ func (k Launcher) containerSpec(
 		Files:           host.Files{},
 		ImageVolumes:    volumes,
 		DeviceOwnership: k.Node.OwnDevices,
-		Defaults:        k.defaults(p),
-		Volumes:         c.Anonymous,
-		VolumesDir:      k.Node.Volumes(c.ID),
+
+		WithoutHostDevices: p.Runtime != nil && p.Runtime.WithoutHostDevices,
+		Defaults:           k.defaults(p),
+		Volumes:            c.Anonymous,
+		VolumesDir:         k.Node.Volumes(c.ID),
 	})
 	if err != nil {
 		return nil, err

@@ -108,10 +108,10 @@ func (b *ociBackend) create() (pid int, err error) {
 		return err
 	})
 	failpoint.Reach("launcher.program-created")
+	if err == nil && b.Runtime.TaskAPI && !b.Runtime.Sandboxed {
+		b.pid = pid
+	}
 	if err == nil && b.joinsSandbox() {
-		if b.Runtime.TaskAPI && !b.Runtime.Sandboxed {
-			b.pid = pid
-		}
 		return 0, nil // the process belongs to the sandbox, or to the shim
 	}
 	if err == nil {
@@ -174,6 +174,9 @@ func (b *ociBackend) execute() error {
 	if err == nil && !b.Runtime.Parent() { // gVisor and shims return when the command runs
 		err = b.explainNotExecuted(b.awaitCommand(b.ociWaitPolicy()))
 	}
+	if err == nil && b.attendant == nil {
+		b.awaitExecuted() // a pause
+	}
 	if b.streams == nil {
 		return err
 	}
@@ -228,18 +231,37 @@ func (b *ociBackend) attend(streams ociruntime.IO) (err error) {
 		return err
 	}
 	defer r.Close()
-	cmd := b.Runtime.Attend(b.ID, b.Dir, streams, verdict, w)
-	failpoint.Reach("launcher.start-waiter")
+	cmd := b.Runtime.Attend(b.ctx, b.ID, b.Dir, streams, verdict, w)
+	failpoint.Reach("launcher.start-attendant")
 	if err := errors.Join(cmd.Start(), w.Close()); err != nil {
 		return err
 	}
-	failpoint.Reach("launcher.waiter-started")
+	failpoint.Reach("launcher.attendant-started")
 	b.attendant = cmd
 	answer, err := io.ReadAll(r)
 	if err != nil {
 		return err
 	}
-	return b.Runtime.Attended(b.Dir, answer)
+	if err := b.Runtime.Attended(b.Dir, answer); err != nil {
+		return err
+	}
+	b.awaitExecuted()
+	return nil
+}
+
+// awaitExecuted waits until the init of a shim's container has executed the command. runc answers
+// before that. It returns if init has ended, and after a second.
+func (b *ociBackend) awaitExecuted() {
+	if b.pid == 0 {
+		return
+	}
+	for begin := time.Now(); time.Since(begin) < maxWaitRunnable; {
+		if executed, _, err := pidfd.Executed(b.pid); executed || err != nil {
+			return
+		}
+		interval := unix.NsecToTimespec(int64(firstCheck))
+		_ = unix.Nanosleep(&interval, nil) // an interruption shortens the sleep
+	}
 }
 
 func (b *ociBackend) follow() (pid int, verdict *os.File, err error) {

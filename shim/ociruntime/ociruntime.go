@@ -54,6 +54,9 @@ type Runtime struct {
 // Then the runtime reports the exit, and sends signals.
 func (r *Runtime) Parent() bool { return r.Sandboxed || r.TaskAPI }
 
+// Saves reports whether the runtime has gVisor's commands to save a sandbox.
+func (r *Runtime) Saves() bool { return r.Sandboxed && !r.TaskAPI }
+
 // Error is the message of a failed command of a runtime.
 type Error struct {
 	Command string // such as "create"
@@ -164,9 +167,11 @@ func (r *Runtime) Waiter(id string, stdout *os.File) *exec.Cmd {
 // streams, and exits when the container has ended. Before, it writes what Waiter's command writes to
 // verdict. It writes "ok" to started when the container runs. The message of an error is in the
 // bundle's log, see Attended.
-func (r *Runtime) Attend(id, bundle string, streams IO, verdict, started *os.File) *exec.Cmd {
+//
+// The command outlives the process that starts it. An end of ctx before that kills it.
+func (r *Runtime) Attend(ctx context.Context, id, bundle string, streams IO, verdict, started *os.File) *exec.Cmd {
 	args := append([]string{"run"}, streams.args()...)
-	cmd := r.command(context.Background(), filepath.Join(bundle, logFile), append(args, id)...) // it outlives the process that starts it
+	cmd := r.command(ctx, filepath.Join(bundle, logFile), append(args, id)...)
 	// The assignments of a nil *os.File would not be nil.
 	if streams.Stdin != nil {
 		cmd.Stdin = streams.Stdin
@@ -277,7 +282,7 @@ func (r *Runtime) command(ctx context.Context, log string, args ...string) *exec
 	}
 	cmd := exec.CommandContext(ctx, r.Path, append(all, args...)...)
 	cmd.Dir = "/"
-	cmd.Env = []string{"PATH=" + os.Getenv("PATH")}
+	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH")}, failpoint.Env()...)
 	cmd.WaitDelay = outputTimeout
 	return cmd
 }

@@ -14,12 +14,13 @@ func TestDecodeProcesses(t *testing.T) {
 		{},
 		{MonitorPID: 12, MonitorStartTime: 34},
 		{MonitorPID: math.MaxInt32, MonitorStartTime: math.MaxUint64, InitPID: 7, InitStartTime: 9, StartedAt: time.Unix(0, math.MaxInt64)},
+		{MonitorPID: 12, MonitorStartTime: 34, InitPID: 56, InitStartTime: 78, ContainerPID: 90},
 	} {
 		if got, err := DecodePIDs(s.Encode()); got != s || err != nil {
 			t.Errorf("DecodePIDs(%q) = %+v, %v", s.Encode(), got, err)
 		}
 	}
-	for _, bad := range []string{"", "\n", "1 2 3 4 5", "1 2 3 4\n", "1 2 3 4 5 6\n", "-1 2 3 4 5\n", "1 -2 3 4 5\n", "x 2 3 4 5\n", "99999999999 2 3 4 5\n"} {
+	for _, bad := range []string{"", "\n", "1 2 3 4 5", "1 2 3 4\n", "1 2 3 4 5 6 7\n", "-1 2 3 4 5\n", "1 -2 3 4 5\n", "x 2 3 4 5\n", "99999999999 2 3 4 5\n"} {
 		if got, err := DecodePIDs([]byte(bad)); err == nil {
 			t.Errorf("DecodePIDs(%q) = %+v, want an error", bad, got)
 		}

@@ -6,25 +6,22 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
 
 	bootapi "github.com/containerd/containerd/api/runtime/bootstrap/v1"
-	events "github.com/containerd/containerd/api/services/ttrpc/events/v1"
 	"github.com/containerd/containerd/api/types"
-	"github.com/containerd/ttrpc"
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/anypb"
-	"google.golang.org/protobuf/types/known/emptypb"
+
+	"berth/internal/failpoint"
 )
 
-// socketDir contains the sockets of shims, and those to which they send events. The path of a
-// socket has at most 107 bytes, and a shim's name has 64.
+// socketDir contains the sockets of shims that accept a directory. The path of a socket has at most
+// 107 bytes, and a shim's name has 64.
 const socketDir = "/run/berth/s"
 
 // program is a shim's program.
@@ -33,14 +30,16 @@ type program struct {
 	options *anypb.Any // nil: none
 }
 
-// command returns a call of the program in a bundle. The messages of calls to events are ignored.
-func (p *program) command(ctx context.Context, id, bundle, eventSocket string, args ...string) *exec.Cmd {
-	all := append([]string{"-namespace", namespace, "-address", eventSocket, "-publish-binary", "/bin/true", "-id", id}, args...)
+// command returns a call of the program in a bundle. Nobody needs a shim's events, because exits come
+// from Wait. Shims expect an empty TTRPC_ADDRESS then. With any other, gVisor's ends when it cannot
+// send an event.
+func (p *program) command(ctx context.Context, id, bundle string, args ...string) *exec.Cmd {
+	all := append([]string{"-namespace", namespace, "-address", "", "-publish-binary", "/bin/true", "-id", id}, args...)
 	cmd := exec.CommandContext(ctx, p.path, all...)
 	cmd.Dir = bundle
 	cmd.Env = []string{
 		"PATH=" + os.Getenv("PATH"), "GOMAXPROCS=2", "MAX_SHIM_VERSION=3", "NAMESPACE=" + namespace,
-		"TTRPC_ADDRESS=" + eventSocket, "GRPC_ADDRESS=" + eventSocket,
+		"TTRPC_ADDRESS=", "GRPC_ADDRESS=",
 	}
 	cmd.WaitDelay = callTimeout
 	return cmd
@@ -48,11 +47,11 @@ func (p *program) command(ctx context.Context, id, bundle, eventSocket string, a
 
 // start starts the shim of a sandbox. It returns the address of its socket and the version of its
 // task service. The shim inherits this process's cgroup and mount namespace.
-func (p *program) start(ctx context.Context, id, bundle, eventSocket string) (address string, version int32, err error) {
+func (p *program) start(ctx context.Context, id, bundle string) (address string, version int32, err error) {
 	dir := socketDir
 	params := &bootapi.BootstrapParams{
 		InstanceID: id, Namespace: namespace, ContainerdVersion: "2.4.0", ContainerdBinary: "/bin/true",
-		ContainerdTtrpcAddress: eventSocket, ContainerdGrpcAddress: eventSocket, SocketDir: &dir,
+		SocketDir: &dir,
 	}
 	if p.options != nil {
 		params.Extensions = []*bootapi.Extension{{Value: p.options}}
@@ -61,11 +60,13 @@ func (p *program) start(ctx context.Context, id, bundle, eventSocket string) (ad
 	if err != nil {
 		return "", 0, err
 	}
-	cmd := p.command(ctx, id, bundle, eventSocket, "start")
+	cmd := p.command(ctx, id, bundle, "start")
 	cmd.Stdin = bytes.NewReader(input)
 	var said bytes.Buffer
 	cmd.Stderr = &said
+	failpoint.Reach("task.start-shim")
 	answer, err := cmd.Output()
+	failpoint.Reach("task.shim-started")
 	if err != nil {
 		return "", 0, p.failure("start", said.String(), err)
 	}
@@ -99,13 +100,16 @@ func isAddress(text string) bool {
 }
 
 // delete calls the shim's own command delete, which removes what a dead shim has left.
-func (p *program) delete(ctx context.Context, id, bundle, eventSocket string) error {
+func (p *program) delete(ctx context.Context, id, bundle string) error {
 	ctx, cancel := context.WithTimeout(ctx, deleteTimeout)
 	defer cancel()
-	cmd := p.command(ctx, id, bundle, eventSocket, "-bundle", bundle, "delete")
+	cmd := p.command(ctx, id, bundle, "-bundle", bundle, "delete")
 	var said bytes.Buffer
 	cmd.Stderr = &said
-	if err := cmd.Run(); err != nil {
+	failpoint.Reach("task.run-delete")
+	err := cmd.Run()
+	failpoint.Reach("task.delete-ran")
+	if err != nil {
 		return p.failure("delete", said.String(), err)
 	}
 	return nil
@@ -149,55 +153,15 @@ func (p *program) failure(what, said string, err error) error {
 	return fmt.Errorf("%s %s: %s: %w", filepath.Base(p.path), what, said, err)
 }
 
-// eventServer accepts the events of a shim. A shim connects to it before it serves tasks. Nobody
-// needs the events: exits come from Wait. It ends with create, but its socket stays: a shim waits
-// five seconds for a missing socket with each event, and at last its queue is full.
-type eventServer struct {
-	server  *ttrpc.Server
-	serving sync.WaitGroup
-}
-
-// Forward ignores an event.
-func (*eventServer) Forward(context.Context, *events.ForwardRequest) (*emptypb.Empty, error) {
-	return &emptypb.Empty{}, nil
-}
-
-// serveEvents serves at a path until close.
-func serveEvents(path string) (*eventServer, error) {
-	if err := os.MkdirAll(filepath.Dir(path), 0o711); err != nil {
-		return nil, err
-	}
-	if err := removeSocket(path); err != nil {
-		return nil, err
-	}
-	listener, err := (&net.ListenConfig{}).Listen(context.Background(), "unix", path)
-	if err != nil {
-		return nil, fmt.Errorf("listen for the shim's events: %w", err)
-	}
-	listener.(*net.UnixListener).SetUnlinkOnClose(false)
-	s := &eventServer{}
-	if s.server, err = ttrpc.NewServer(); err != nil {
-		return nil, errors.Join(err, listener.Close())
-	}
-	events.RegisterTTRPCEventsService(s.server, s)
-	s.serving.Go(func() {
-		_ = s.server.Serve(context.Background(), listener) // it ends with close
-	})
-	return s, nil
-}
-
-func (s *eventServer) close() error {
-	err := s.server.Close()
-	s.serving.Wait()
-	return err
-}
-
 // removeSocket removes the socket at path. Anything else there is not removed.
 func removeSocket(path string) error {
 	if info, err := os.Lstat(path); err != nil || info.Mode().Type() != os.ModeSocket {
 		return nil
 	}
-	if err := unix.Unlink(path); err != nil && err != unix.ENOENT {
+	failpoint.Reach("task.remove-socket")
+	err := unix.Unlink(path)
+	failpoint.Reach("task.socket-removed")
+	if err != nil && err != unix.ENOENT {
 		return &os.PathError{Op: "remove socket", Path: path, Err: err}
 	}
 	return nil

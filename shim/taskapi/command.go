@@ -13,12 +13,15 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 	"syscall"
 
 	task "github.com/containerd/containerd/api/runtime/task/v3"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"github.com/opencontainers/runtime-spec/specs-go/features"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
 )
 
 // The annotation that distinguishes the sandbox of a pod from its other containers.
@@ -52,7 +55,7 @@ type command struct {
 type taskRecord struct {
 	streams
 	Bundle string   `json:"bundle"`
-	Mounts []string `json:"mounts,omitempty"` // in the shim's mount namespace
+	Mounts []string `json:"mounts,omitempty"` // below Bundle, in the shim's mount namespace
 	// Deletes counts the calls of the shim's command delete, without the one that succeeded.
 	Deletes int `json:"deletes,omitempty"`
 }
@@ -201,18 +204,31 @@ func (c *command) printFeatures(ctx context.Context) error {
 	return json.NewEncoder(os.Stdout).Encode(f)
 }
 
+// gVisorAnnotations begins the names of annotations among the features of gVisor's shim.
+const gVisorAnnotations = "dev.gvisor."
+
 // help describes the command wait, as runsc does, if the processes of containers are invisible to
-// the node. Shims whose containers have namespaces of the node report them.
+// the node. Shims whose containers have namespaces of the node report them. So does gVisor's, whose
+// containers have namespaces in their sandbox.
 func (c *command) help(ctx context.Context) error {
 	f, err := c.features(ctx)
 	if err != nil {
 		return err
 	}
-	if f != nil && f.Linux != nil && slices.Contains(f.Linux.Namespaces, string(specs.PIDNamespace)) {
+	if f != nil && f.Linux != nil && slices.Contains(f.Linux.Namespaces, string(specs.PIDNamespace)) && !isGVisor(f) {
 		return errors.New("no such command")
 	}
 	fmt.Println("wait - included in run")
 	return nil
+}
+
+func isGVisor(f *features.Features) bool {
+	for name := range f.Annotations {
+		if strings.HasPrefix(name, gVisorAnnotations) {
+			return true
+		}
+	}
+	return false
 }
 
 // --- tasks ------------------------------------------------------------------------
@@ -222,17 +238,21 @@ func (c *command) create(ctx context.Context, id string) (err error) {
 	if err != nil {
 		return err
 	}
+	failpoint.Reach("task.make-root")
 	if err := os.MkdirAll(c.dir, 0o700); err != nil {
 		return err
 	}
+	failpoint.Reach("task.root-made")
 	unlock, err := c.lock()
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, unlock()) }()
+	failpoint.Reach("task.make-directory")
 	if err := os.Mkdir(c.taskDir(id), 0o700); err != nil {
 		return err
 	}
+	failpoint.Reach("task.directory-made")
 	t := taskRecord{Bundle: c.bundle}
 	if spec.Annotations[typeAnnotation] == typeSandbox {
 		return c.createSandbox(ctx, id, &spec, t)
@@ -250,25 +270,19 @@ func (c *command) createSandbox(ctx context.Context, id string, spec *specs.Spec
 		return err
 	}
 	defer log.explain(&err)
-	events, err := serveEvents(c.eventSocket())
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, events.close()) }()
 	shim, r, err := c.startShim(ctx, id, c.bundle, shimCgroup(spec.Linux.CgroupsPath, c.systemdCgroup))
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, shim.close()) }()
-	if err := c.createTask(ctx, shim, id, t); err != nil {
+	if err := c.createTask(ctx, shim, id, spec, t); err != nil {
 		return err
 	}
 	return c.identify(ctx, shim, r)
 }
 
-// createContainer creates a task in the shim of its sandbox. A root filesystem outside of the
-// bundle is at a place that other containers of the pod use, too. It is removed from there when the
-// task exists.
+// createContainer creates a task in the shim of its sandbox. If create fails, the launcher calls
+// delete.
 func (c *command) createContainer(ctx context.Context, id string, spec *specs.Spec, t taskRecord) (err error) {
 	shim, r, err := c.connect(ctx)
 	if err != nil {
@@ -283,19 +297,16 @@ func (c *command) createContainer(ctx context.Context, id string, spec *specs.Sp
 		return err
 	}
 	defer release()
-	t.Mounts = ownMounts(spec, c.bundle)
+	var shared []string
+	t.Mounts, shared = ownMounts(spec, c.bundle)
 	if err := c.saveTask(id, t); err != nil {
 		return err
 	}
-	remove, err := passMounts(r.PID, t.Mounts)
-	if err != nil {
+	if err := passMounts(r.PID, slices.Concat(t.Mounts, shared)); err != nil {
 		return err
 	}
-	err = c.createTask(ctx, shim, id, t)
-	if err != nil || filepath.Dir(spec.Root.Path) != c.bundle {
-		err = errors.Join(err, remove())
-	}
-	return err
+	err = c.createTask(ctx, shim, id, spec, t)
+	return errors.Join(err, unmountIn(r.PID, shared))
 }
 
 func (c *command) saveTask(id string, t taskRecord) error {
@@ -306,11 +317,17 @@ func (c *command) readTask(id string) (taskRecord, error) {
 	return readJSON[taskRecord](filepath.Join(c.taskDir(id), "task.json"))
 }
 
-func (c *command) createTask(ctx context.Context, shim *client, id string, t taskRecord) error {
+func (c *command) createTask(ctx context.Context, shim *client, id string, spec *specs.Spec, t taskRecord) error {
+	options, err := optionsFor(c.options, spec)
+	if err != nil {
+		return err
+	}
+	failpoint.Reach("task.create")
 	pid, err := shim.create(ctx, &task.CreateTaskRequest{
-		ID: id, Bundle: c.bundle, Options: c.options,
+		ID: id, Bundle: c.bundle, Options: options,
 		Terminal: t.Terminal, Stdin: t.Stdin, Stdout: t.Stdout, Stderr: t.Stderr,
 	})
+	failpoint.Reach("task.created")
 	if err != nil {
 		return err
 	}
@@ -367,9 +384,11 @@ func (c *command) attendStart(ctx context.Context, a *attendant, process *specs.
 	if err != nil {
 		return err
 	}
+	failpoint.Reach("task.start")
 	if _, err := a.client.start(ctx, a.id, a.exec); err != nil {
 		return err
 	}
+	failpoint.Reach("task.started")
 	if err := a.begin(); err != nil {
 		return err
 	}
@@ -450,10 +469,13 @@ func (c *command) startProcess(ctx context.Context, id string) (err error) {
 	defer said.Close()
 	args := append(slices.Clone(c.global), "attend", "--process", c.process, "--console-socket", c.consoleSocket, id)
 	cmd := exec.CommandContext(ctx, "/proc/self/exe", args...)
+	cmd.Args[0] = os.Args[0]
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.ExtraFiles = []*os.File{said, w}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: process.Terminal}
+	failpoint.Reach("task.start-attendant")
 	err = cmd.Start()
+	failpoint.Reach("task.attendant-started")
 	if err := errors.Join(err, w.Close()); err != nil {
 		return err
 	}
@@ -499,21 +521,28 @@ func (c *command) attend(ctx context.Context, id string) (code int, err error) {
 	}
 	a := &attendant{id: id, exec: execName(os.Getpid())}
 	dir := filepath.Join(c.taskDir(id), a.exec)
+	failpoint.Reach("task.make-exec-directory")
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		return 0, err
 	}
-	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	failpoint.Reach("task.exec-directory-made")
+	defer func() {
+		failpoint.Reach("task.remove-exec-directory")
+		err = errors.Join(err, os.RemoveAll(dir))
+		failpoint.Reach("task.exec-directory-removed")
+	}()
 	if a.streams, err = makeStreams(dir, process.Terminal); err != nil {
 		return 0, err
 	}
-	if err := c.attendStart(ctx, a, &process); err != nil {
-		return 0, err
+	if err = c.attendStart(ctx, a, &process); err == nil {
+		code = c.awaitExit(ctx, a)
+		a.finish()
 	}
-	code = c.awaitExit(ctx, a)
-	a.finish()
-	// A lost shim has no process to delete.
-	_ = a.client.delete(ctx, id, a.exec)
-	return code, nil
+	if a.client != nil {
+		// A shim keeps a process that did not start, too. A lost shim has no process to delete.
+		_ = a.client.delete(ctx, id, a.exec)
+	}
+	return code, err
 }
 
 // --- ends ---------------------------------------------------------------------------
@@ -563,20 +592,20 @@ func (c *command) deleteByProgram(ctx context.Context, id string) error {
 	if err := c.saveTask(id, t); err != nil {
 		return err
 	}
-	return c.program.delete(ctx, id, t.Bundle, c.eventSocket())
+	return c.program.delete(ctx, id, t.Bundle)
 }
 
 // delete kills and removes a task. With the task of a sandbox it removes all tasks, and ends the
 // shim.
 func (c *command) delete(ctx context.Context, id string) (err error) {
-	if _, err := os.Lstat(c.dir); errors.Is(err, fs.ErrNotExist) {
+	if !c.exists(id) {
 		return nil
 	}
 	unlock, err := c.lock()
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, unlock()) }()
+	defer func() { err = errors.Join(err, c.removeIdle(), unlock()) }()
 	shim, r, err := c.connect(ctx)
 	if err != nil && !errors.Is(err, errUnanswered) && !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -605,6 +634,30 @@ func (c *command) delete(ctx context.Context, id string) (err error) {
 	return c.endShim(ctx, r)
 }
 
+// exists returns whether the pod has a shim, or the task a directory.
+func (c *command) exists(id string) bool {
+	for _, path := range []string{c.recordPath(), c.taskDir(id)} {
+		if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
+			return true
+		}
+	}
+	return false
+}
+
+// removeIdle removes the lock of a pod that has no shim any more.
+func (c *command) removeIdle() error {
+	if _, err := os.Lstat(c.recordPath()); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	failpoint.Reach("task.remove-lock")
+	err := os.Remove(c.lockPath())
+	failpoint.Reach("task.lock-removed")
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
 // tasks returns the IDs of the pod's tasks.
 func (c *command) tasks() (ids []string, err error) {
 	found, err := filepath.Glob(filepath.Join(c.dir, "*", "task.json"))
@@ -618,7 +671,7 @@ func (c *command) tasks() (ids []string, err error) {
 func (c *command) deleteTask(ctx context.Context, shim *client, r record, id string) error {
 	t, err := c.readTask(id)
 	if errors.Is(err, fs.ErrNotExist) {
-		return os.RemoveAll(c.taskDir(id))
+		return c.removeTaskDir(id)
 	}
 	if err != nil {
 		return err
@@ -633,17 +686,24 @@ func (c *command) deleteTask(ctx context.Context, shim *client, r record, id str
 			return err
 		}
 	}
-	if err != nil {
+	if err != nil && r.Address != "" { // a shim that was not started has no task
 		if byProgram := c.deleteByProgram(ctx, id); byProgram != nil {
 			return errors.Join(err, byProgram)
 		}
 	}
 	if shim != nil && err == nil && len(t.Mounts) > 0 && r.PID != 0 {
-		if err := inMountsOf(r.PID, func() error { return unmount(t.Mounts) }); err != nil {
+		if err := unmountIn(r.PID, t.Mounts); err != nil {
 			return err
 		}
 	}
-	return os.RemoveAll(c.taskDir(id))
+	return c.removeTaskDir(id)
+}
+
+func (c *command) removeTaskDir(id string) error {
+	failpoint.Reach("task.remove-directory")
+	err := os.RemoveAll(c.taskDir(id))
+	failpoint.Reach("task.directory-removed")
+	return err
 }
 
 // endTask kills a task, waits for its end and deletes it.

@@ -11,6 +11,7 @@ import (
 	runcoptions "github.com/containerd/containerd/api/types/runc/options"
 	runtimeoptions "github.com/containerd/containerd/api/types/runtimeoptions/v1"
 	taskTypes "github.com/containerd/containerd/api/types/task"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/anypb"
@@ -42,6 +43,31 @@ func typedOptions(shim string, options []string, root string, systemdCgroup bool
 		return nil, err
 	}
 	return &anypb.Any{TypeUrl: string(message.ProtoReflect().Descriptor().FullName()), Value: value}, nil
+}
+
+// optionsFor returns the options for one container. runc's shim makes pipes of its own, which the
+// container's root must be able to open.
+func optionsFor(options *anypb.Any, spec *specs.Spec) (*anypb.Any, error) {
+	runc := &runcoptions.Options{}
+	if options.GetTypeUrl() != string(runc.ProtoReflect().Descriptor().FullName()) {
+		return options, nil
+	}
+	if err := proto.Unmarshal(options.Value, runc); err != nil {
+		return nil, err
+	}
+	runc.IoUid, runc.IoGid = hostID(spec.Linux.UIDMappings), hostID(spec.Linux.GIDMappings)
+	value, err := proto.Marshal(runc)
+	return &anypb.Any{TypeUrl: options.TypeUrl, Value: value}, err
+}
+
+// hostID returns the ID on the host of the container's root.
+func hostID(mappings []specs.LinuxIDMapping) uint32 {
+	for _, m := range mappings {
+		if m.ContainerID == 0 {
+			return m.HostID
+		}
+	}
+	return 0
 }
 
 func parseOptions(options []string, message proto.Message) error {

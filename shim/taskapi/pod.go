@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/cgroup"
+	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 )
 
@@ -40,8 +41,8 @@ type record struct {
 }
 
 func (p *pod) recordPath() string          { return filepath.Join(p.dir, "shim.json") }
+func (p *pod) lockPath() string            { return filepath.Join(p.dir, "lock") }
 func (p *pod) taskDir(id string) string    { return filepath.Join(p.dir, id) }
-func (p *pod) eventSocket() string         { return filepath.Join(socketDir, filepath.Base(p.dir)+".e") }
 func (p *pod) readRecord() (record, error) { return readJSON[record](p.recordPath()) }
 
 // writeJSON replaces a file.
@@ -50,10 +51,14 @@ func writeJSON(path string, content any) error {
 	if err != nil {
 		return err
 	}
+	failpoint.Reach("task.write-record")
 	if err := os.WriteFile(path+".new", data, 0o600); err != nil {
 		return err
 	}
-	return os.Rename(path+".new", path)
+	failpoint.Reach("task.rename-record")
+	err = os.Rename(path+".new", path)
+	failpoint.Reach("task.record-written")
+	return err
 }
 
 func readJSON[T any](path string) (content T, err error) {
@@ -69,7 +74,7 @@ func readJSON[T any](path string) (content T, err error) {
 
 // lock excludes the other commands that start, use or end the pod's shim, until unlock.
 func (p *pod) lock() (unlock func() error, err error) {
-	f, err := os.OpenFile(filepath.Join(p.dir, "lock"), os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
+	f, err := os.OpenFile(p.lockPath(), os.O_RDWR|os.O_CREATE|unix.O_CLOEXEC, 0o600)
 	if err != nil {
 		return nil, err
 	}
@@ -112,7 +117,7 @@ func (p *pod) startShim(ctx context.Context, id, bundle, cgroupsPath string) (*c
 		}
 	}
 	var err error
-	if r.Address, r.Version, err = p.start(ctx, id, bundle, p.eventSocket()); err != nil {
+	if r.Address, r.Version, err = p.start(ctx, id, bundle); err != nil {
 		return nil, r, err
 	}
 	if err := writeJSON(p.recordPath(), r); err != nil {
@@ -141,12 +146,15 @@ func enterCgroup(cgroupsPath string) error {
 		if controller == "cpuset" { // a new one has no processors
 			continue
 		}
+		failpoint.Reach("task.make-cgroup")
 		if err := os.MkdirAll(dir, 0o755); err != nil {
 			return fmt.Errorf("make the shim's cgroup: %w", err)
 		}
+		failpoint.Reach("task.enter-cgroup")
 		if err := os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte(strconv.Itoa(os.Getpid())), 0); err != nil {
 			return fmt.Errorf("enter the shim's cgroup: %w", err)
 		}
+		failpoint.Reach("task.cgroup-entered")
 	}
 	return nil
 }
@@ -182,23 +190,23 @@ func enteredCgroup(r record) (string, error) {
 	return "", nil
 }
 
-// endShim kills the pod's shim, if it still exists, and removes its cgroup, sockets and record.
+// endShim kills the pod's shim, if it still exists, and removes its cgroup, socket and record.
 func (p *pod) endShim(ctx context.Context, r record) error {
 	if err := p.killShim(ctx, r); err != nil {
 		return err
 	}
-	if err := removeSocket(p.eventSocket()); err != nil {
-		return err
-	}
-	if err := removeSocket(strings.TrimPrefix(r.Address, "unix://")); err != nil {
-		return err
-	}
-	for _, file := range []string{p.recordPath(), filepath.Join(p.dir, "lock")} {
-		if err := os.Remove(file); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if socket, ok := strings.CutPrefix(r.Address, "unix://"); ok {
+		if err := removeSocket(socket); err != nil {
 			return err
 		}
 	}
-	return nil
+	failpoint.Reach("task.remove-record")
+	err := os.Remove(p.recordPath())
+	failpoint.Reach("task.record-removed")
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
 }
 
 // killShim kills the shim with its cgroups, and waits for its end.

@@ -114,7 +114,7 @@ func (a *attendant) begin() error {
 		if err != nil {
 			return err
 		}
-		a.output.Go(func() { a.copy(from, out.to) })
+		a.output.Go(func() { copyStream(from, out.to) })
 	}
 	if a.Stdin == "" {
 		return nil
@@ -129,7 +129,7 @@ func (a *attendant) begin() error {
 
 // feed copies the input, and tells the shim its end. The shim holds the FIFO open, too.
 func (a *attendant) feed(to int) {
-	a.copy(a.stdin, to)
+	copyStream(a.stdin, to)
 	_ = unix.Close(to)
 	// The process may have ended.
 	_ = a.client.do(context.Background(), "CloseIO", &task.CloseIORequest{ID: a.id, ExecID: a.exec, Stdin: true})
@@ -145,16 +145,16 @@ func (a *attendant) finish() {
 	}
 }
 
-// copy copies until the end of the input, or until nobody reads the output. A splice with a terminal
-// would hold the FIFO's lock until there is input, and the shim could not close it.
-func (a *attendant) copy(from, to int) {
-	if a.Terminal {
-		_, _ = io.Copy(fileWriter(to), fileReader(from))
+// copyStream copies until the end of the input, or until nobody reads the output. It splices only
+// between pipes. During a splice from a terminal that has no input, nobody else can use the pipe.
+func copyStream(from, to int) {
+	if !isPipe(from) || !isPipe(to) {
+		_, _ = io.Copy(fileWriter(to), fileReader(from)) // a terminal ends with an error
 		return
 	}
 	for {
 		n, err := unix.Splice(from, nil, to, nil, 1<<20, 0)
-		if err != nil && err != unix.EINTR || err == nil && n == 0 {
+		if err != unix.EINTR && (err != nil || n == 0) {
 			return
 		}
 	}

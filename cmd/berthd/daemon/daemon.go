@@ -50,7 +50,6 @@ import (
 	"berth/oci"
 	"berth/oci/confine"
 	"berth/sandbox"
-	"berth/sandbox/handler"
 	"berth/sandbox/ownership"
 	"berth/sandbox/state"
 	"berth/sandbox/stream"
@@ -525,7 +524,7 @@ func sandboxConfig(cfg *config.Config, n *node.Node, waits *task.Waits, log *slo
 		HostResolvConf: func() string { return host.ResolvConf("/") },
 		SystemdCgroup:  n.SystemdCgroup,
 		Handler:        config.BuiltinHandler,
-		Handlers:       handlers(cfg),
+		Handlers:       node.Handlers(cfg),
 		DefaultHandler: cfg.DefaultHandler,
 		PauseImage:     cfg.PauseImage,
 		ShimPath:       n.Shim,
@@ -563,21 +562,6 @@ func containerDefaults(cfg *config.Config) oci.Defaults {
 		Env: cfg.DefaultEnv, Rlimits: limits,
 		Seccomp: confine.SeccompDefaults{File: cfg.DefaultSeccomp, Unset: cfg.UnsetSeccomp == "runtime/default"},
 	}
-}
-
-func handlers(cfg *config.Config) map[string]handler.Config {
-	all := map[string]handler.Config{}
-	task, err := node.FindTask(cfg.TaskPath)
-	if err != nil {
-		task = "berth-task" // a handler that needs it reports that it is missing
-	}
-	for name, h := range cfg.Handlers {
-		all[name] = handler.Config{Path: h.Path, Args: h.Args, Annotations: h.Annotations}
-		if h.Type == "shim" {
-			all[name] = handler.Config{Path: h.Path, Task: task, Options: h.Options, Annotations: h.Annotations}
-		}
-	}
-	return all
 }
 
 func serverConfig(settings func() any, n *node.Node, network *cni.Network, sessions server.Sessions,

@@ -145,7 +145,7 @@ func (r *reloader) apply(ctx context.Context) error {
 	if r.plugins != nil {
 		r.plugins.SetRequestTimeout(next.NRIRequestTimeout.Duration)
 	}
-	if err := r.pods.SetHandlers(ctx, handlers(next), next.DefaultHandler); err != nil {
+	if err := r.pods.SetHandlers(ctx, node.Handlers(next), next.DefaultHandler); err != nil {
 		r.log.Error("probe runtime handlers after a reload", "error", err)
 	}
 	r.log.Info("configuration reloaded", "changed", strings.Join(changed, " "))

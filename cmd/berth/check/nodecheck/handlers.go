@@ -8,6 +8,8 @@ import (
 	"strings"
 	"time"
 
+	"berth/cmd/node"
+	"berth/sandbox/handler"
 	"berth/shim/ociruntime"
 )
 
@@ -26,12 +28,12 @@ func checkHandlers(ctx context.Context, n *Node) []Finding {
 }
 
 func (n *Node) checkHandler(ctx context.Context, name string) Finding {
-	handler, subject := n.Config.Handlers[name], "handler "+name
+	configured, subject := n.Config.Handlers[name], "handler "+name
 	level, whose := Warning, "pods that request it"
 	if name == n.Config.DefaultHandler {
 		level, whose = Failure, "pods without a runtime class"
 	}
-	can, err := probeHandler(ctx, handler.Path, handler.Args)
+	can, err := probeHandler(ctx, node.Handlers(n.Config)[name])
 	if err != nil {
 		return lacking(level, subject, err.Error(),
 			fmt.Sprintf("install the program, or fix handlers.%s.path: %s are refused until then", name, whose))
@@ -48,18 +50,19 @@ func (n *Node) checkHandler(ctx context.Context, name string) Finding {
 		)
 	}
 	if missing := missingFeatures(can); missing != "" {
-		return lacking(Warning, subject, fmt.Sprintf("%s (%s) has no %s", handler.Path, can.Version, missing),
+		return lacking(Warning, subject, fmt.Sprintf("%s (%s) has no %s", configured.Path, can.Version, missing),
 			"a newer version may have it: pods that need it are refused")
 	}
-	return ok(subject, "%s (%s)", handler.Path, can.Version)
+	return ok(subject, "%s (%s)", configured.Path, can.Version)
 }
 
-func probeHandler(ctx context.Context, path string, args []string) (ociruntime.Capabilities, error) {
-	if _, err := ociruntime.Executable(path); err != nil {
+func probeHandler(ctx context.Context, config handler.Config) (ociruntime.Capabilities, error) {
+	if _, err := ociruntime.Executable(config.Path); err != nil {
 		return ociruntime.Capabilities{}, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, handlerTimeout)
 	defer cancel()
+	path, args := config.Program()
 	return ociruntime.Probe(ctx, path, args)
 }
 
