@@ -211,9 +211,8 @@ func stopKata(t *testing.T, d *harness.Daemon, pod *harness.Pod) {
 func removeKata(t *testing.T, pod *harness.Pod) {
 	t.Helper()
 	pod.Remove(t)
-	for _, dir := range []string{"/run/containerd/s", "/run/berth/s"} {
-		if left, err := os.ReadDir(dir); err != nil && !os.IsNotExist(err) || len(left) > 0 {
-			t.Errorf("%s has %v left, %v", dir, left, err)
-		}
+	const dir = "/run/containerd/s"
+	if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
+		t.Errorf("%s has %v left, %v", dir, left, err)
 	}
 }

@@ -166,8 +166,8 @@ func TestShimSurvivesDaemon(t *testing.T) {
 	pod.Stop(t)
 	harness.Equal(t, "exit code", running.WaitExited(t).ExitCode, 137)
 	pod.Remove(t)
-	for _, dir := range []string{"oci", "c"} {
-		if left := harness.Get(os.ReadDir(filepath.Join(d.State, dir)))(t); len(left) > 0 {
+	for _, dir := range []string{filepath.Join(d.State, "oci"), filepath.Join(d.State, "c"), "/run/berth/s"} {
+		if left := harness.Get(os.ReadDir(dir))(t); len(left) > 0 {
 			t.Errorf("%s has %v left", dir, left)
 		}
 	}

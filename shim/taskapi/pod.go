@@ -195,10 +195,8 @@ func (p *pod) endShim(ctx context.Context, r record) error {
 	if err := p.killShim(ctx, r); err != nil {
 		return err
 	}
-	if socket, ok := strings.CutPrefix(r.Address, "unix://"); ok {
-		if err := removeSocket(socket); err != nil {
-			return err
-		}
+	if err := removeSocket(strings.TrimPrefix(r.Address, "unix://")); err != nil {
+		return err
 	}
 	failpoint.Reach("task.remove-record")
 	err := os.Remove(p.recordPath())
