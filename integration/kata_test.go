@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -142,16 +143,21 @@ func TestShimKata(t *testing.T) {
 	})
 }
 
-// kataMemoryLimit returns the limit in the guest's cgroup of a container.
-func kataMemoryLimit(t *testing.T, c *harness.Container) string {
+// kataCgroup returns a file in the guest's cgroup of a container.
+func kataCgroup(t *testing.T, c *harness.Container, v1, v2 string) string {
 	t.Helper()
-	for _, file := range []string{"/sys/fs/cgroup/memory/kata-guest/" + c.Id + "/memory.limit_in_bytes", "/sys/fs/cgroup/kata-guest/" + c.Id + "/memory.max"} {
-		if limit, err := os.ReadFile(file); err == nil {
-			return strings.TrimSpace(string(limit))
+	for _, file := range []string{"/sys/fs/cgroup/memory/kata-guest/" + c.Id + "/" + v1, "/sys/fs/cgroup/kata-guest/" + c.Id + "/" + v2} {
+		if content, err := os.ReadFile(file); err == nil {
+			return strings.TrimSpace(string(content))
 		}
 	}
-	t.Error("the guest has no cgroup of the container")
+	t.Fatal("the guest has no cgroup of the container")
 	return ""
+}
+
+func kataMemoryLimit(t *testing.T, c *harness.Container) string {
+	t.Helper()
+	return kataCgroup(t, c, "memory.limit_in_bytes", "memory.max")
 }
 
 // A daemon that was killed loses no line and no exit code, and a stopped pod leaves nothing of Kata.
@@ -160,10 +166,11 @@ func TestShimKataSurvivesDaemon(t *testing.T) {
 	d := harness.StartDaemon(t, handler)
 	pod := runPodWith(t, d, "kata", harness.HostNetwork)
 	running := pod.Run(t)
-	ends := pod.Run(t, harness.Script("echo ready; while [ ! -e /end ]; do sleep 0.02; done; echo last; exit 11"))
+	ends := pod.Run(t, harness.Script("trap 'echo last; exit 11' TERM; echo ready; while :; do sleep 0.02; done"))
 	ends.WaitOutput(t, "ready")
-	ends.Exec(t, "sh", "-c", "(sleep 1; touch /end) >/dev/null 2>&1 &")
 	d.Kill(t)
+	init, _, _ := strings.Cut(kataCgroup(t, ends, "cgroup.procs", "cgroup.procs"), "\n")
+	harness.Must(t, syscall.Kill(harness.Get(strconv.Atoi(init))(t), syscall.SIGTERM))
 	d.Start(t)
 	harness.Equal(t, "exit code", ends.WaitExited(t).ExitCode, 11)
 	harness.Equal(t, "output", ends.Output(t), "ready\nlast\n")

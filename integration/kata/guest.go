@@ -106,12 +106,16 @@ func serveSyslog() error {
 	return nil
 }
 
+// serving answers a health check.
+func serving(context.Context, *request) ([]byte, error) { return appendNumber(nil, 1, 1), nil }
+
 func nothing(context.Context, *request) ([]byte, error) { return nil, nil }
 
 func (h *hypervisor) createVM(_ context.Context, r *request) ([]byte, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	v := &vm{hypervisor: h, id: r.ID, dir: filepath.Join(h.dir, r.ID[:8]), netns: r.NetNS, processes: map[string]*process{}}
+	v := &vm{hypervisor: h, id: r.ID, dir: filepath.Join(h.dir, r.ID[:8]), netns: r.NetNS}
+	v.processes = map[string]*process{}
 	if err := os.Mkdir(v.dir, 0o700); err != nil {
 		return nil, err
 	}
@@ -127,10 +131,7 @@ func (h *hypervisor) createVM(_ context.Context, r *request) ([]byte, error) {
 	if v.server, err = ttrpc.NewServer(ttrpc.WithServerHandshaker(v)); err != nil {
 		return nil, err
 	}
-	v.server.Register("grpc.Health", map[string]ttrpc.Method{"Check": v.method(fields{}, func(context.Context, *request) ([]byte, error) {
-		const serving = 1
-		return appendNumber(nil, 1, serving), nil
-	})})
+	v.server.Register("grpc.Health", map[string]ttrpc.Method{"Check": v.method(fields{}, serving)})
 	v.server.Register("grpc.AgentService", v.methods())
 	go v.server.Serve(context.Background(), listener) // until stop
 	h.vms[r.ID] = v
@@ -182,7 +183,9 @@ func (v *vm) Handshake(_ context.Context, conn net.Conn) (net.Conn, any, error) 
 	}
 	var peer *unix.Ucred
 	var callErr error
-	err = raw.Control(func(fd uintptr) { peer, callErr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
+	err = raw.Control(func(fd uintptr) {
+		peer, callErr = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	})
 	if err := errors.Join(err, callErr); err != nil {
 		return nil, nil, err
 	}

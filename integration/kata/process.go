@@ -58,7 +58,8 @@ func (v *vm) createContainer(_ context.Context, r *request) ([]byte, error) {
 	r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.PIDNamespace})
 	r.Spec.Hostname = v.hostname
 	if v.netns != "" {
-		r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: v.netns})
+		net := specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: v.netns}
+		r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, net)
 	}
 	if err := writeJSON(filepath.Join(v.bundle(r.ContainerID), "config.json"), r.Spec); err != nil {
 		return nil, err
@@ -96,7 +97,7 @@ func (v *vm) launch(r *request, terminal bool, args ...string) error {
 		return err
 	}
 	err = v.call(streams, append(args, r.ContainerID)...)
-	if err != nil && strings.Contains(err.Error(), "no such file or directory") && strings.Contains(err.Error(), "exec: ") {
+	if err != nil && strings.Contains(err.Error(), "exec: ") {
 		err = fmt.Errorf("the file %s was not found", r.program()) // as Kata's agent
 	}
 	for _, f := range streams {

@@ -61,19 +61,24 @@ type fields map[protowire.Number]field
 // The messages of Kata's protocols/hypervisor.proto, agent.proto and oci.proto, as far as a Guest
 // needs them. The names are those of request and of the runtime-spec.
 var (
-	vmFields      = fields{1: {name: "id", kind: text}, 2: {name: "annotations", kind: pairs}, 3: {name: "netNS", kind: text}}
+	vmFields = fields{
+		1: {name: "id", kind: text}, 2: {name: "annotations", kind: pairs}, 3: {name: "netNS", kind: text},
+	}
 	sandboxFields = fields{1: {name: "hostname", kind: text}}
 	processIDs    = fields{1: {name: "containerID", kind: text}, 2: {name: "execID", kind: text}}
 	createFields  = processIDs.with(fields{6: {name: "spec", kind: message, of: specFields}})
 	execFields    = processIDs.with(fields{4: {name: "process", kind: message, of: processFields}})
 	signalFields  = processIDs.with(fields{3: {name: "signal", kind: natural}})
-	updateFields  = fields{1: {name: "containerID", kind: text}, 2: {name: "resources", kind: message, of: resourceFields}}
+	updateFields  = fields{
+		1: {name: "containerID", kind: text}, 2: {name: "resources", kind: message, of: resourceFields},
+	}
 	writeFields   = processIDs.with(fields{3: {name: "data", kind: data}})
 	readFields    = processIDs.with(fields{3: {name: "len", kind: natural}})
 	winsizeFields = processIDs.with(fields{3: {name: "row", kind: natural}, 4: {name: "column", kind: natural}})
 	copyFields    = fields{
 		1: {name: "path", kind: text}, 3: {name: "fileMode", kind: natural}, 4: {name: "dirMode", kind: natural},
-		5: {name: "uid", kind: number}, 6: {name: "gid", kind: number}, 7: {name: "offset", kind: number}, 8: {name: "data", kind: data},
+		5: {name: "uid", kind: number}, 6: {name: "gid", kind: number}, 7: {name: "offset", kind: number},
+		8: {name: "data", kind: data},
 	}
 
 	specFields = fields{
@@ -86,9 +91,11 @@ var (
 			4: {name: "options", kind: text, many: true},
 		}},
 		8: {name: "linux", kind: message, of: fields{
-			3:  {name: "sysctl", kind: pairs},
-			4:  {name: "resources", kind: message, of: resourceFields},
-			6:  {name: "namespaces", kind: message, many: true, of: fields{1: {name: "type", kind: text}, 2: {name: "path", kind: text}}},
+			3: {name: "sysctl", kind: pairs},
+			4: {name: "resources", kind: message, of: resourceFields},
+			6: {name: "namespaces", kind: message, many: true, of: fields{
+				1: {name: "type", kind: text}, 2: {name: "path", kind: text},
+			}},
 			9:  {name: "rootfsPropagation", kind: text},
 			10: {name: "maskedPaths", kind: text, many: true},
 			11: {name: "readonlyPaths", kind: text, many: true},
@@ -97,7 +104,8 @@ var (
 	processFields = fields{
 		1: {name: "terminal", kind: flag},
 		3: {name: "user", kind: message, of: fields{
-			1: {name: "uid", kind: natural}, 2: {name: "gid", kind: natural}, 3: {name: "additionalGids", kind: natural, many: true},
+			1: {name: "uid", kind: natural}, 2: {name: "gid", kind: natural},
+			3: {name: "additionalGids", kind: natural, many: true},
 		}},
 		4: {name: "args", kind: text, many: true},
 		5: {name: "env", kind: text, many: true},

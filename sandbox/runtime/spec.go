@@ -80,9 +80,9 @@ func (k Launcher) containerSpec(
 		DeviceOwnership: k.Node.OwnDevices,
 
 		WithoutHostDevices: p.Runtime != nil && p.Runtime.WithoutHostDevices,
-		Defaults:        k.defaults(p),
-		Volumes:         c.Anonymous,
-		VolumesDir:      k.Node.Volumes(c.ID),
+		Defaults:           k.defaults(p),
+		Volumes:            c.Anonymous,
+		VolumesDir:         k.Node.Volumes(c.ID),
 	})
 	if err != nil {
 		return nil, err
