@@ -99,7 +99,7 @@ func newConformanceCluster(t *testing.T) *kubeadmCluster {
 		kubernetesProgram(t, name)
 	}
 	c := newKubeadmCluster(t)
-	c.pushTestImages(t)
+	pushTestImages(t)
 	c.create(t)
 	c.routePods(t)
 	config := c.first.page.dir + "/admin.conf" // the second machine has another /etc/kubernetes
@@ -223,7 +223,7 @@ ports: [{name: dns, port: %[3]s, protocol: UDP}, {name: dns-tcp, port: %[3]s, pr
 
 // pushTestImages pushes images under the names that the suite pulls. All have one layer of Debian's
 // programs; the suite needs only some of them.
-func (c *kubeadmCluster) pushTestImages(t *testing.T) {
+func pushTestImages(t *testing.T) {
 	t.Helper()
 	archive := os.Getenv(rootfsEnv)
 	if archive == "" {
@@ -296,18 +296,29 @@ func serverFiles(name, agnhost string) fixture.Tree {
 
 // --- specs ----------------------------------------------------------------------
 
-// runSpecs runs e2e.test with options of ginkgo and returns the names of specs by their result:
-// passed, failed or skipped. It fails the test for each failed spec.
+// runSpecs runs e2e.test with options of ginkgo.
 func (c *kubeadmCluster) runSpecs(t *testing.T, options ...string) map[string][]string {
 	t.Helper()
-	report := c.first.page.dir + "/report.xml"
-	args := slices.Concat([]string{"env", c.first.path(), kubernetesProgram(t, "ginkgo"), "--no-color", "--junit-report=" + filepath.Base(report), "--output-dir=" + filepath.Dir(report)},
-		options, []string{kubernetesProgram(t, "e2e.test"), "--", "--kubeconfig=/etc/kubernetes/admin.conf", "--disable-log-dump", "--num-nodes=2"})
 	output := c.first.dir + "/e2e.log"
+	args := slices.Concat([]string{"env", c.first.path(), kubernetesProgram(t, "ginkgo")}, ginkgoReport(c.first.page.dir), options,
+		[]string{kubernetesProgram(t, "e2e.test"), "--", "--kubeconfig=/etc/kubernetes/admin.conf", "--disable-log-dump", "--num-nodes=2"})
 	p := startProgram(t, "e2e.test", output, args...)
 	t.Cleanup(func() { p.finish(t) })
 	<-p.exited
-	results := readReport(t, report)
+	return specResults(t, p, c.first.page.dir)
+}
+
+// ginkgoReport returns options of ginkgo that write the report of a run to a directory.
+func ginkgoReport(dir string) []string {
+	return []string{"--no-color", "--junit-report=report.xml", "--output-dir=" + dir}
+}
+
+// specResults returns the names of specs by their result: passed, failed or skipped. It fails the
+// test for each failed spec.
+func specResults(t *testing.T, p *program, dir string) map[string][]string {
+	t.Helper()
+	keepOutput(t, p.logFile)
+	results := readReport(t, dir+"/report.xml")
 	for _, spec := range results["failed"] {
 		t.Error(spec)
 	}
@@ -315,7 +326,6 @@ func (c *kubeadmCluster) runSpecs(t *testing.T, options ...string) map[string][]
 	if !p.cmd.ProcessState.Success() {
 		t.Errorf("the suite ended with %v\n%s", p.cmd.ProcessState, p.tail())
 	}
-	keepOutput(t, output)
 	return results
 }
 
