@@ -69,7 +69,10 @@ func newNodeSuite(t *testing.T) *nodeSuite {
 		harness.WithConfig(`cadvisor_socket = "/run/containerd/containerd.sock"`),
 		harness.WithHosts("_default", fmt.Sprintf("server = \"http://%s\"\n", harness.Registry.Host)))
 	s.node.dir = s.d.Dir
-	t.Cleanup(func() { s.removeChildCgroups(t) })
+	t.Cleanup(func() {
+		s.d.Clean(t) // kubelet leaves the pods of its last seconds
+		s.removeChildCgroups(t)
+	})
 	s.writeFiles(t)
 	s.serveUnit(t)
 	return s
@@ -133,7 +136,7 @@ func (s *nodeSuite) writeFiles(t *testing.T) {
 		harness.Must(t, os.Symlink(kubernetesProgram(t, name), s.dir+"/"+name))
 	}
 	enter := "exec"
-	for _, arg := range s.withOwnSysctls(t, s.enter) {
+	for _, arg := range slices.Concat(s.enter, s.withOwnSysctls(t, nil)) {
 		enter += " '" + strings.ReplaceAll(arg, "'", `'\''`) + "'"
 	}
 	harness.Must(t, os.WriteFile(s.dir+"/enter", []byte(enter), 0o600))
