@@ -243,7 +243,7 @@ func pushTestImages(t *testing.T) {
 	}{
 		"e2e-test-images/agnhost:2.66.1":   {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, agnhostFiles},
 		"pause:3.10.2":                     {pause, fixture.Tree{fixture.File("agnhost", 0o755, agnhost)}},
-		"e2e-test-images/busybox:1.37.0-2": {v1.Config{Cmd: []string{"sh"}}, nil},
+		"e2e-test-images/busybox:1.37.0-2": {v1.Config{Cmd: []string{"sh"}}, busyboxFiles},
 		"e2e-test-images/perl:5.26":        {v1.Config{Cmd: []string{"perl"}}, nil},
 		"e2e-test-images/nginx:1.27.0-2":   {webServer, nginxFiles},
 		"e2e-test-images/nginx:1.28.0-2":   {webServer, nginxFiles},
@@ -281,6 +281,11 @@ http {
 }
 `),
 		fixture.File("var/www/html/index.html", 0o644, "<title>Welcome to nginx!</title>\n"),
+	}
+	// Specs take the time from nmeter, which Debian's busybox lacks, and run top without a terminal.
+	busyboxFiles = fixture.Tree{
+		fixture.File("usr/bin/nmeter", 0o755, "#!/bin/sh\nexec date -u +%T.%3N\n"),
+		fixture.Symlink("usr/bin/top", "busybox"),
 	}
 	updateServer = v1.Config{Entrypoint: []string{"/agnhost", "test-webserver"}, ExposedPorts: map[string]struct{}{"80/tcp": {}}}
 )
