@@ -3,6 +3,7 @@ package integration
 import (
 	"encoding/xml"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -236,6 +237,7 @@ func pushTestImages(t *testing.T) {
 	agnhost := program("agnhost")
 	agnhostFiles := fixture.Tree{fixture.File("agnhost", 0o755, agnhost), fixture.Symlink("agnhost-2", "agnhost"),
 		fixture.File("localhost.crt", 0o644, program("localhost.crt")), fixture.File("localhost.key", 0o644, program("localhost.key"))}
+	agnhostFiles = append(agnhostFiles, registryFiles(t)...)
 	entrypoint := func(name string) v1.Config { return v1.Config{Entrypoint: []string{"/" + name}} }
 	for name, image := range map[string]struct {
 		config v1.Config
@@ -243,7 +245,7 @@ func pushTestImages(t *testing.T) {
 	}{
 		"e2e-test-images/agnhost:2.66.1":   {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, agnhostFiles},
 		"pause:3.10.2":                     {pause, fixture.Tree{fixture.File("agnhost", 0o755, agnhost)}},
-		"e2e-test-images/busybox:1.37.0-2": {v1.Config{Cmd: []string{"sh"}}, busyboxFiles},
+		"e2e-test-images/busybox:1.37.0-2": {v1.Config{Cmd: []string{"sh"}}, nil},
 		"e2e-test-images/perl:5.26":        {v1.Config{Cmd: []string{"perl"}}, nil},
 		"e2e-test-images/nginx:1.27.0-2":   {webServer, nginxFiles},
 		"e2e-test-images/nginx:1.28.0-2":   {webServer, nginxFiles},
@@ -269,6 +271,26 @@ func pushTestImages(t *testing.T) {
 	}
 }
 
+// registryFiles are those of the image pause:testing that agnhost serves as a registry.
+func registryFiles(t *testing.T) fixture.Tree {
+	t.Helper()
+	image := harness.Get(fixture.Image(v1.Config{Cmd: []string{"sleep", "100000"}}))(t)
+	blob := func(kind string, digest v1.Hash, content []byte) fixture.Entry {
+		return fixture.File(fmt.Sprintf("var/registry/pause/%s/sha256/%s/%s/data", kind, digest.Hex[:2], digest.Hex), 0o644, string(content))
+	}
+	manifest := harness.Get(image.Digest())(t)
+	files := fixture.Tree{
+		fixture.File("var/registry/pause/manifests/testing", 0o644, manifest.String()),
+		blob("manifests", manifest, harness.Get(image.RawManifest())(t)),
+		blob("blobs", harness.Get(image.ConfigName())(t), harness.Get(image.RawConfigFile())(t)),
+	}
+	for _, layer := range harness.Get(image.Layers())(t) {
+		content := harness.Get(io.ReadAll(harness.Get(layer.Compressed())(t)))(t)
+		files = append(files, blob("blobs", harness.Get(layer.Digest())(t), content))
+	}
+	return files
+}
+
 var (
 	webServer  = v1.Config{Cmd: []string{"nginx", "-g", "daemon off;"}, ExposedPorts: map[string]struct{}{"80/tcp": {}}}
 	nginxFiles = fixture.Tree{
@@ -281,11 +303,6 @@ http {
 }
 `),
 		fixture.File("var/www/html/index.html", 0o644, "<title>Welcome to nginx!</title>\n"),
-	}
-	// Specs take the time from nmeter, which Debian's busybox lacks, and run top without a terminal.
-	busyboxFiles = fixture.Tree{
-		fixture.File("usr/bin/nmeter", 0o755, "#!/bin/sh\nexec date -u +%T.%3N\n"),
-		fixture.Symlink("usr/bin/top", "busybox"),
 	}
 	updateServer = v1.Config{Entrypoint: []string{"/agnhost", "test-webserver"}, ExposedPorts: map[string]struct{}{"80/tcp": {}}}
 )
