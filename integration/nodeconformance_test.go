@@ -1,6 +1,7 @@
 package integration
 
 import (
+	"bytes"
 	"fmt"
 	"os"
 	"os/exec"
@@ -11,7 +12,9 @@ import (
 	"testing"
 
 	"github.com/godbus/dbus/v5"
+	v1 "github.com/google/go-containerregistry/pkg/v1"
 
+	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
 )
@@ -36,7 +39,7 @@ func TestNodeConformance(t *testing.T) {
 		return
 	}
 	t.Run("Parallel", func(t *testing.T) {
-		s.run(t, "--procs=6", `--focus=\[NodeConformance\]`, `--skip=\[Serial\]|\[Slow\]|`+skip, "--timeout="+limit)
+		s.run(t, "--procs=6", `--focus=\[NodeConformance\]`, `--skip=\[Serial\]|`+skip, "--timeout="+limit)
 	})
 	t.Run("Serial", func(t *testing.T) {
 		s.run(t, `--focus=\[NodeConformance\].*\[Serial\]`, "--skip="+skip, "--timeout="+limit)
@@ -133,9 +136,10 @@ func (s *nodeSuite) removeChildCgroups(t *testing.T) {
 func (s *nodeSuite) writeFiles(t *testing.T) {
 	t.Helper()
 	harness.Must(t, os.WriteFile(s.dir+"/kubelet.yaml", []byte(nodeKubelet), 0o600))
-	for _, name := range []string{"e2e_node.test", "kubelet"} { // the suite writes files beside them
-		harness.Must(t, os.Symlink(kubernetesProgram(t, name), s.dir+"/"+name))
-	}
+	harness.Must(t, os.Symlink(kubernetesProgram(t, "kubelet"), s.dir+"/kubelet")) // the suite looks for it in its own directory
+	suite := harness.Get(os.ReadFile(kubernetesProgram(t, "e2e_node.test")))(t)
+	suite = bytes.ReplaceAll(suite, []byte(fixedDigest), []byte(pushPulledImages(t).String()))
+	harness.Must(t, os.WriteFile(s.dir+"/e2e_node.test", suite, 0o755))
 	enter := "exec"
 	for _, arg := range slices.Concat(s.enter, s.withOwnSysctls(t, nil)) {
 		enter += " '" + strings.ReplaceAll(arg, "'", `'\''`) + "'"
@@ -150,6 +154,26 @@ func (s *nodeSuite) writeFiles(t *testing.T) {
 			t.Errorf("stop kubelet: %v: %s", err, out)
 		}
 	})
+}
+
+// fixedDigest is that of busybox' image on the original registry, which the suite also pulls.
+const fixedDigest = "sha256:a9155b13325b2abef48e71de77bb8ac015412a566829f621d06bfae5c699b1b9"
+
+// pushPulledImages pushes stand-ins for the other images that the suite pulls before it runs specs.
+// It returns the digest of busybox.
+func pushPulledImages(t *testing.T) v1.Hash {
+	t.Helper()
+	image := harness.Get(fixture.Image(v1.Config{Cmd: []string{"sh"}}))(t)
+	for _, name := range []string{"e2e-test-images/busybox:digest", "cadvisor/cadvisor:v0.47.2", "nfvpe/sriov-device-plugin:v3.1",
+		"e2e-test-images/node-perf/npb-ep:1.6.0", "e2e-test-images/node-perf/npb-is:1.7.0", "e2e-test-images/node-perf/pytorch-wide-deep:1.0.0",
+		"node-problem-detector/node-problem-detector:v1.35.2", "e2e-test-images/volume/nfs:1.6.0"} {
+		harness.Get(harness.Registry.Push(name, image))(t)
+	}
+	plugin := fixture.File("sampledeviceplugin", 0o755, string(harness.Get(os.ReadFile(kubernetesProgram(t, "sample-device-plugin")))(t)))
+	layer := harness.PackLayer(t, fixture.Tree{plugin}, fixture.Gzip)
+	harness.Get(harness.Registry.Push("e2e-test-images/sample-device-plugin:1.8.0",
+		harness.Get(fixture.ImageOf(v1.Config{Entrypoint: []string{"/sampledeviceplugin", "-alsologtostderr"}}, layer))(t)))(t)
+	return harness.Get(image.Digest())(t)
 }
 
 // nodeKubelet is the suite's own default configuration (test/e2e_node/jenkins), without thresholds
@@ -216,7 +240,7 @@ func (s *nodeSuite) run(t *testing.T, options ...string) map[string][]string {
 	harness.Must(t, os.MkdirAll(report, 0o755))
 	args := slices.Concat(s.enter, []string{"env", "PATH=" + s.dir + ":" + os.Getenv(kubernetesEnv) + ":" + os.Getenv("PATH"), busVariable + "=" + s.bus(),
 		kubernetesProgram(t, "ginkgo")}, ginkgoReport(report), options,
-		[]string{s.dir + "/e2e_node.test", "--", "--node-name=" + kubeletNode, "--report-dir=" + report, "--prepull-images=false",
+		[]string{s.dir + "/e2e_node.test", "--", "--node-name=" + kubeletNode, "--report-dir=" + report,
 			"--kubelet-config-file=" + s.dir + "/kubelet.yaml",
 			"--kubelet-flags=--node-ip=" + kubeletAddress,
 			"--container-runtime-endpoint=unix://" + s.d.Socket, "--container-runtime-process-name=" + harness.DaemonProgram, "--container-runtime-pid-file="})
