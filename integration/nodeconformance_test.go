@@ -204,7 +204,8 @@ unit=$dir/unit
 
 running() { [ -s "$unit.pid" ] && kill -0 "$(<"$unit.pid")" 2>/dev/null; }
 start() {
-	setsid bash -c 'echo $$ >"$1.pid"; . "$1"' kubelet "$unit" </dev/null >>"$(<"$unit.log")" 2>&1 &
+	setsid bash "$unit" </dev/null >>"$(<"$unit.log")" 2>&1 &
+	echo $! >"$unit.pid"
 }
 signal() { ! running || kill "$(<"$unit.pid")"; }
 stop() { signal; ! running || tail --pid="$(<"$unit.pid")" -f /dev/null; }
@@ -286,8 +287,12 @@ func (s *nodeSuite) serveUnit(t *testing.T) {
 	job := func(do func(*testing.T)) func(string, string) (dbus.ObjectPath, *dbus.Error) {
 		return func(name, _ string) (dbus.ObjectPath, *dbus.Error) {
 			j := runtimeJob{do, make(chan struct{})}
-			s.jobs <- j
-			<-j.done
+			select {
+			case s.jobs <- j:
+				<-j.done
+			case <-t.Context().Done():
+				return "", dbus.MakeFailedError(t.Context().Err())
+			}
 			if err := conn.Emit("/org/freedesktop/systemd1", manager+".JobRemoved", uint32(1), dbus.ObjectPath(unit+"/1"), name, "done"); err != nil {
 				return "", dbus.MakeFailedError(err)
 			}
