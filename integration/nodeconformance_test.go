@@ -21,9 +21,16 @@ import (
 
 // nodeExclusions are the specs that cannot pass here.
 var nodeExclusions = []string{
-	`\[Flaky\]`, // by Kubernetes' own label
-	`with a critical pod - should avoid swap`,      // reads memory.swap.max, without a check for cgroup v2
-	`temporarily failed termination due to volume`, // needs an NFS server and the kernel's NFS client
+	// By Kubernetes' own label.
+	`\[Flaky\]`,
+	// Reads memory.swap.max without a check for cgroup v2.
+	`with a critical pod - should avoid swap`,
+	// Needs an NFS server and the kernel's NFS client.
+	`temporarily failed termination due to volume failing to unmount`,
+	// Wants the text of busybox' shell. The image has bash, which other specs need.
+	`read only busybox container should not write to root filesystem`,
+	// Wants a node that has received a megabyte over eth0, and statistics of cgroups that systemd makes.
+	`Summary API when querying /stats/summary should report resource usage`,
 }
 
 // TestNodeConformance runs Kubernetes' node tests with the label NodeConformance. Their program
@@ -172,7 +179,7 @@ func pushPulledImages(t *testing.T) v1.Hash {
 		harness.Get(harness.Registry.Push(name, image))(t)
 	}
 	plugin := fixture.File("sampledeviceplugin", 0o755, string(harness.Get(os.ReadFile(kubernetesProgram(t, "sample-device-plugin")))(t)))
-	layer := harness.PackLayer(t, fixture.Tree{plugin}, fixture.Gzip)
+	layer := harness.PackLayer(t, fixture.Tree{fixture.Dir("tmp", 0o1777), plugin}, fixture.Gzip)
 	harness.Get(harness.Registry.Push("e2e-test-images/sample-device-plugin:1.8.0",
 		harness.Get(fixture.ImageOf(v1.Config{Entrypoint: []string{"/sampledeviceplugin", "-alsologtostderr"}}, layer))(t)))(t)
 	return harness.Get(image.Digest())(t)
