@@ -31,6 +31,10 @@ var nodeExclusions = []string{
 	`read only busybox container should not write to root filesystem`,
 	// Wants a node that has received a megabyte over eth0, and statistics of cgroups that systemd makes.
 	`Summary API when querying /stats/summary should report resource usage`,
+	// Wants I/O statistics. Linux 6.18 counts no I/O in cgroup v1 (blkio.throttle.io_serviced).
+	`ContainerMetrics .* should report container metrics`,
+	// Makes a network device of type dummy, which the kernel of the test machine does not have.
+	`PrivilegedPod should enable privileged commands`,
 }
 
 // TestNodeConformance runs Kubernetes' node tests with the label NodeConformance. Their program
