@@ -84,7 +84,8 @@ func newNodeSuite(t *testing.T) *nodeSuite {
 	s.d = harness.StartDaemon(t, harness.InNamespaces(s.enter...), harness.WithBuiltInNetwork(),
 		harness.WithConfig(`cadvisor_socket = "/run/containerd/containerd.sock"`),
 		harness.WithHosts("_default", fmt.Sprintf("server = \"http://%s\"\n", harness.Registry.Host)),
-		harness.WithHosts("localhost:5000", "server = \"http://localhost:5000\"\n")) // specs run a registry there
+		harness.WithHosts("localhost:5000", "server = \"http://localhost:5000\"\n"), // specs run a registry there
+		harness.WithHandler("test-handler", ""))
 	s.node.dir = s.d.Dir
 	t.Cleanup(func() {
 		s.d.Clean(t) // kubelet leaves the pods of its last seconds
