@@ -340,6 +340,7 @@ func ginkgoReport(dir string) []string {
 func specResults(t *testing.T, p *program, dir string) map[string][]string {
 	t.Helper()
 	keepOutput(t, p.logFile)
+	keepOutput(t, dir+"/report.xml")
 	results := readReport(t, dir+"/report.xml")
 	for _, spec := range results["failed"] {
 		t.Error(spec)

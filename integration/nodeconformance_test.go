@@ -48,7 +48,7 @@ func TestNodeConformance(t *testing.T) {
 	s := newNodeSuite(t)
 	skip := strings.Join(nodeExclusions, "|")
 	if focus := os.Getenv(conformanceEnv + "_FOCUS"); focus != "" {
-		s.run(t, "--procs=2", "--focus="+focus, "--skip="+skip, "--timeout="+limit)
+		s.run(t, "--procs=6", "--focus="+focus, "--skip="+skip, "--timeout="+limit)
 		return
 	}
 	t.Run("Parallel", func(t *testing.T) {
