@@ -51,12 +51,19 @@ func TestNodeConformance(t *testing.T) {
 		s.run(t, "--procs=6", "--focus="+focus, "--skip="+skip, "--timeout="+limit)
 		return
 	}
-	t.Run("Parallel", func(t *testing.T) {
-		s.run(t, "--procs=6", `--focus=\[NodeConformance\]`, `--skip=\[Serial\]|`+skip, "--timeout="+limit)
-	})
-	t.Run("Serial", func(t *testing.T) {
-		s.run(t, `--focus=\[NodeConformance\].*\[Serial\]`, "--skip="+skip, "--timeout="+limit)
-	})
+	for _, part := range []struct {
+		name    string
+		options []string
+	}{
+		{"Parallel", []string{"--procs=6", `--focus=\[NodeConformance\]`, `--skip=\[Serial\]|` + skip}},
+		{"Serial", []string{`--focus=\[NodeConformance\].*\[Serial\]`, "--skip=" + skip}},
+	} {
+		t.Run(part.name, func(t *testing.T) {
+			if results := s.run(t, append(part.options, "--timeout="+limit)...); len(results["passed"]) == 0 {
+				t.Error("no spec passed")
+			}
+		})
+	}
 }
 
 // nodeSuite is a machine for e2e_node.test. The suite's programs see the node's cgroup as the root of
