@@ -29,13 +29,13 @@ var nodeExclusions = []string{
 	`temporarily failed termination due to volume failing to unmount`,
 	// Wants the text of busybox' shell. The image has bash, which other specs need.
 	`read only busybox container should not write to root filesystem`,
-	// Wants a node that has received a megabyte over eth0, and statistics of cgroups that systemd makes.
+	// Wants a node that has received a megabyte over eth0, and cgroups that systemd makes.
 	`Summary API when querying /stats/summary should report resource usage`,
 	// Wants I/O statistics. Linux 6.18 counts no I/O in cgroup v1 (blkio.throttle.io_serviced).
 	`ContainerMetrics .* should report container metrics`,
 	// Makes a network device of type dummy, which the kernel of the test machine does not have.
 	`PrivilegedPod should enable privileged commands`,
-	// Want oom_score_adj -997 after a restart, which needs CAP_SYS_RESOURCE. The test machine lacks it.
+	// Want oom_score_adj -997 after a restart. The test machine lacks CAP_SYS_RESOURCE for that.
 	`guaranteed qos .* (cpu|mem) restart`,
 }
 
@@ -68,8 +68,8 @@ func TestNodeConformance(t *testing.T) {
 	}
 }
 
-// nodeSuite is a machine for e2e_node.test. The suite's programs see the node's cgroup as the root of
-// all cgroups, because specs look for kubelet's cgroups there.
+// nodeSuite is a machine for e2e_node.test. The suite's programs see the node's cgroup as the root
+// of all cgroups, because specs look for kubelet's cgroups there.
 type nodeSuite struct {
 	*node
 	dir   string
