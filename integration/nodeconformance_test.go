@@ -35,7 +35,7 @@ var nodeExclusions = []string{
 	`ContainerMetrics .* should report container metrics`,
 	// Makes a network device of type dummy, which the kernel of the test machine does not have.
 	`PrivilegedPod should enable privileged commands`,
-	// Want oom_score_adj -997 after a restart. The test machine lacks CAP_SYS_RESOURCE for that.
+	// Want oom_score_adj -997 if they restart a container. The test machine lacks CAP_SYS_RESOURCE.
 	`guaranteed qos .* (cpu|mem) restart`,
 }
 
