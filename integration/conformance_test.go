@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"encoding/xml"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -111,7 +112,7 @@ func newConformanceCluster(t *testing.T) *kubeadmCluster {
 	}
 	c := newKubeadmCluster(t, cmp.Or(os.Getenv(conformanceEnv+"_NETWORK"), builtIn))
 	writeBelow(t, "/etc/cni/net.d", "10-pods.conflist", []byte(podsConflist))
-	c.pushTestImages(t)
+	pushTestImages(t)
 	c.create(t)
 	c.routePods(t)
 	config := c.first.page.dir + "/admin.conf" // the second machine has another /etc/kubernetes
@@ -242,7 +243,7 @@ ports: [{name: dns, port: %[3]s, protocol: UDP}, {name: dns-tcp, port: %[3]s, pr
 
 // pushTestImages pushes images under the names that the suite pulls. All have one layer of Debian's
 // programs; the suite needs only some of them.
-func (c *kubeadmCluster) pushTestImages(t *testing.T) {
+func pushTestImages(t *testing.T) {
 	t.Helper()
 	archive := os.Getenv(rootfsEnv)
 	if archive == "" {
@@ -255,6 +256,7 @@ func (c *kubeadmCluster) pushTestImages(t *testing.T) {
 	agnhost := program("agnhost")
 	agnhostFiles := fixture.Tree{fixture.File("agnhost", 0o755, agnhost), fixture.Symlink("agnhost-2", "agnhost"),
 		fixture.File("localhost.crt", 0o644, program("localhost.crt")), fixture.File("localhost.key", 0o644, program("localhost.key"))}
+	agnhostFiles = append(agnhostFiles, registryFiles(t)...)
 	entrypoint := func(name string) v1.Config { return v1.Config{Entrypoint: []string{"/" + name}} }
 	for name, image := range map[string]struct {
 		config v1.Config
@@ -288,6 +290,26 @@ func (c *kubeadmCluster) pushTestImages(t *testing.T) {
 	}
 }
 
+// registryFiles are those of the image pause:testing that agnhost serves as a registry.
+func registryFiles(t *testing.T) fixture.Tree {
+	t.Helper()
+	image := harness.Get(fixture.Image(v1.Config{Cmd: []string{"sleep", "100000"}}))(t)
+	blob := func(kind string, digest v1.Hash, content []byte) fixture.Entry {
+		return fixture.File(fmt.Sprintf("var/registry/pause/%s/sha256/%s/%s/data", kind, digest.Hex[:2], digest.Hex), 0o644, string(content))
+	}
+	manifest := harness.Get(image.Digest())(t)
+	files := fixture.Tree{
+		fixture.File("var/registry/pause/manifests/testing", 0o644, manifest.String()),
+		blob("manifests", manifest, harness.Get(image.RawManifest())(t)),
+		blob("blobs", harness.Get(image.ConfigName())(t), harness.Get(image.RawConfigFile())(t)),
+	}
+	for _, layer := range harness.Get(image.Layers())(t) {
+		content := harness.Get(io.ReadAll(harness.Get(layer.Compressed())(t)))(t)
+		files = append(files, blob("blobs", harness.Get(layer.Digest())(t), content))
+	}
+	return files
+}
+
 var (
 	webServer  = v1.Config{Cmd: []string{"nginx", "-g", "daemon off;"}, ExposedPorts: map[string]struct{}{"80/tcp": {}}}
 	nginxFiles = fixture.Tree{
@@ -315,18 +337,30 @@ func serverFiles(name, agnhost string) fixture.Tree {
 
 // --- specs ----------------------------------------------------------------------
 
-// runSpecs runs e2e.test with options of ginkgo and returns the names of specs by their result:
-// passed, failed or skipped. It fails the test for each failed spec.
+// runSpecs runs e2e.test with options of ginkgo.
 func (c *kubeadmCluster) runSpecs(t *testing.T, options ...string) map[string][]string {
 	t.Helper()
-	report := c.first.page.dir + "/report.xml"
-	args := slices.Concat([]string{"env", c.first.path(), kubernetesProgram(t, "ginkgo"), "--no-color", "--junit-report=" + filepath.Base(report), "--output-dir=" + filepath.Dir(report)},
-		options, []string{kubernetesProgram(t, "e2e.test"), "--", "--kubeconfig=/etc/kubernetes/admin.conf", "--disable-log-dump", "--num-nodes=2"})
 	output := c.first.dir + "/e2e.log"
+	args := slices.Concat([]string{"env", c.first.path(), kubernetesProgram(t, "ginkgo")}, ginkgoReport(c.first.page.dir), options,
+		[]string{kubernetesProgram(t, "e2e.test"), "--", "--kubeconfig=/etc/kubernetes/admin.conf", "--disable-log-dump", "--num-nodes=2"})
 	p := startProgram(t, "e2e.test", output, args...)
 	t.Cleanup(func() { p.finish(t) })
 	<-p.exited
-	results := readReport(t, report)
+	return specResults(t, p, c.first.page.dir)
+}
+
+// ginkgoReport returns options of ginkgo that write the report of a run to a directory.
+func ginkgoReport(dir string) []string {
+	return []string{"--no-color", "--junit-report=report.xml", "--output-dir=" + dir}
+}
+
+// specResults returns the names of specs by their result: passed, failed or skipped. It fails the
+// test for each failed spec.
+func specResults(t *testing.T, p *program, dir string) map[string][]string {
+	t.Helper()
+	keepOutput(t, p.logFile)
+	keepOutput(t, dir+"/report.xml")
+	results := readReport(t, dir+"/report.xml")
 	for _, spec := range results["failed"] {
 		t.Error(spec)
 	}
@@ -337,7 +371,6 @@ func (c *kubeadmCluster) runSpecs(t *testing.T, options ...string) map[string][]
 	if !p.cmd.ProcessState.Success() {
 		t.Errorf("the suite ended with %v\n%s", p.cmd.ProcessState, p.tail())
 	}
-	keepOutput(t, output)
 	return results
 }
 

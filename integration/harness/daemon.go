@@ -53,6 +53,7 @@ type Daemon struct {
 	bin   string // directory of the programs; empty: BinDir
 
 	starter []string // command that starts the daemon; empty: the test itself
+	enter   []string // command that enters the daemon's namespaces; empty: those of the test
 	byUnit  bool     // systemd starts the daemon
 
 	dirsInConfig bool // root and state are in the configuration file, not flags
@@ -192,6 +193,14 @@ func WithNetworkIn(dataDir string) DaemonOption {
 // arguments.
 func StartedBy(command ...string) DaemonOption {
 	return func(_ *testing.T, d *Daemon) { d.starter = append(command, d.starter...) }
+}
+
+// InNamespaces starts the daemon, and checks of its state, by a command such as nsenter.
+func InNamespaces(command ...string) DaemonOption {
+	return func(t *testing.T, d *Daemon) {
+		d.enter = command
+		StartedBy(command...)(t, d)
+	}
 }
 
 func (d *Daemon) NetworkFile() string { return filepath.Join(d.ConfDir, "10-test.conflist") }
@@ -390,11 +399,7 @@ func (d *Daemon) launch(t *testing.T) {
 	Must(t, err)
 	defer logFile.Close()
 	d.Cmd = d.ServeCommand()
-	if len(d.starter) > 0 {
-		d.Cmd.Args = append(slices.Clone(d.starter), d.Cmd.Args...)
-		d.Cmd.Path, err = exec.LookPath(d.starter[0])
-		Must(t, err)
-	}
+	startBy(t, d.Cmd, d.starter)
 	d.Cmd.Stdout, d.Cmd.Stderr = logFile, logFile
 	// A separate process group, so that Ctrl-C at the terminal does not stop the daemon.
 	d.Cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -405,6 +410,15 @@ func (d *Daemon) launch(t *testing.T) {
 		_ = cmd.Wait() // the result is in cmd.ProcessState
 		close(exited)
 	}()
+}
+
+// startBy makes another command start cmd, unless it is empty.
+func startBy(t *testing.T, cmd *exec.Cmd, command []string) {
+	t.Helper()
+	if len(command) > 0 {
+		cmd.Args = append(slices.Clone(command), cmd.Args...)
+		cmd.Path = Get(exec.LookPath(command[0]))(t)
+	}
 }
 
 // idleLaunchers is the daemon's default number of idle launchers.

@@ -35,6 +35,7 @@ func (d *Daemon) StateCheck(t *testing.T, args ...string) []Difference {
 	t.Helper()
 	cmd := d.Command(append([]string{"check", "--state=" + d.State, "--json", "--config", d.ConfigFile(), "--listen", d.Socket,
 		"--root", d.Root, "--cni-conf-dir", d.ConfDir}, args...)...)
+	startBy(t, cmd, d.enter)
 	var stderr strings.Builder
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
