@@ -176,7 +176,7 @@ func TestShimKataSurvivesDaemon(t *testing.T) {
 	harness.Equal(t, "output", ends.Output(t), "ready\nlast\n")
 	harness.Equal(t, "pod state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
 	harness.Equal(t, "exec", running.Exec(t, "echo", "still"), "still")
-	stopKata(t, d, pod)
+	stopRepeatedly(t, d, pod)
 	harness.Equal(t, "exit code", running.WaitExited(t).ExitCode, 137)
 	removeKata(t, pod)
 }
@@ -193,18 +193,12 @@ func TestShimKataHangs(t *testing.T) {
 			pod := runPodWith(t, d, "kata", harness.HostNetwork)
 			c := pod.Run(t)
 			hang(t, h, shimPID(t, d, pod))
-			stopKata(t, d, pod)
+			stopRepeatedly(t, d, pod)
 			harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
 			removeKata(t, pod)
 			h.stop(t) // nobody could ask it to stop the virtual machine
 		})
 	}
-}
-
-// stopKata stops a pod as kubelet does, which repeats the call.
-func stopKata(t *testing.T, d *harness.Daemon, pod *harness.Pod) {
-	t.Helper()
-	harness.Eventually(t, "the pod stops", func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) })
 }
 
 // removeKata removes a pod and checks that nothing of its shim is left.

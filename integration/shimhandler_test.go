@@ -189,8 +189,14 @@ func loseShim(t *testing.T, handler string, option func() harness.DaemonOption) 
 			harness.Must(t, syscall.Kill(shimPID(t, d, pod), signal))
 			if signal == syscall.SIGKILL {
 				harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
+				harness.Eventually(t, "the pod is not ready", func() error {
+					if state := pod.Status(t).State; state != runtimeapi.PodSandboxState_SANDBOX_NOTREADY {
+						return fmt.Errorf("its state is %v", state)
+					}
+					return nil
+				})
 			}
-			pod.Stop(t)
+			stopRepeatedly(t, d, pod)
 			harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
 			pod.Remove(t)
 			if machine.Alive(pid) {
@@ -198,6 +204,29 @@ func loseShim(t *testing.T, handler string, option func() harness.DaemonOption) 
 			}
 		})
 	}
+}
+
+// stopRepeatedly stops a pod as kubelet does, which repeats the call.
+func stopRepeatedly(t *testing.T, d *harness.Daemon, pod *harness.Pod) {
+	t.Helper()
+	harness.Eventually(t, "the pod stops", func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) })
+}
+
+// A pod without containers whose shim is lost refuses the next container, and is not ready then.
+func TestShimLostBeforeContainers(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithRuncShim(t, "shim"))
+	pod := runPodWith(t, d, "shim", harness.HostNetwork)
+	harness.Must(t, syscall.Kill(shimPID(t, d, pod), syscall.SIGKILL))
+	c := pod.Create(t)
+	if err := d.Cri.StartContainer(t.Context(), c.Id); err == nil {
+		t.Error("the container started")
+	}
+	harness.Eventually(t, "the pod is not ready", func() error {
+		if state := pod.Status(t).State; state != runtimeapi.PodSandboxState_SANDBOX_NOTREADY {
+			return fmt.Errorf("its state is %v", state)
+		}
+		return nil
+	})
 }
 
 // runscShim returns the path of gVisor's shim, which is beside runsc, and an option with the path of

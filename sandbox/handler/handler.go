@@ -326,9 +326,12 @@ func (r *Runtime) AnnotateSize(spec *specs.Spec, resources *runtimeapi.LinuxCont
 // set them.
 const ownAnnotations = "io.kubernetes.cri."
 
+// shimGroupAnnotation would put a container into the shim of another pod.
+const shimGroupAnnotation = "io.containerd.runc.v2.group"
+
 // passes reports whether the configuration lists an annotation.
 func (r *Runtime) passes(key string) bool {
-	return !strings.HasPrefix(key, ownAnnotations) && key != crunSubgroupAnnotation &&
+	return !strings.HasPrefix(key, ownAnnotations) && key != crunSubgroupAnnotation && key != shimGroupAnnotation &&
 		slices.ContainsFunc(r.Annotations, func(pattern string) bool { return matches(pattern, key) })
 }
 

@@ -220,8 +220,8 @@ func (r *Runtime) ended(ctx context.Context, id string) bool {
 	return json.Unmarshal(out.Bytes(), &state) == nil && state.Status == "stopped"
 }
 
-// KillExec kills a process that Exec has started with a runtime that is its Parent, and its process
-// group.
+// KillExec kills a process that Exec has started with a runtime that is its Parent. A Sandboxed
+// runtime kills its process group, too, but not a shim.
 func (r *Runtime) KillExec(ctx context.Context, id string, internal int) error {
 	group := r.run(ctx, "kill", "--pgid", strconv.Itoa(internal), id, strconv.Itoa(int(unix.SIGKILL)))
 	if group == nil {

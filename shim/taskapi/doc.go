@@ -6,7 +6,8 @@
 //
 // The create of a pod's sandbox starts one shim, in the mount namespace of its launcher and in a
 // cgroup beside the sandbox's. The other containers of the pod use the same shim. Before the shim is
-// started, its record is in the runtime's state directory, so delete can end it at any time.
+// started, its record is in the runtime's state directory, so delete can end it at any time. With the
+// systemd cgroup driver the shim has no cgroup of its own, and delete finds it when its sandbox exists.
 //
 //	create  starts the shim of a sandbox, and creates a task
 //	start   starts the task of a sandbox
@@ -16,8 +17,8 @@
 //	update  changes limits inside of a virtual machine
 //	kill, state, delete
 //
-// Every call to a shim has a timeout. A shim that does not answer to a kill or to delete is killed
-// with its cgroup, and the shim's own command delete then removes the container.
+// Every call to a shim except Wait has a timeout. A shim that leaves kills or deletes unanswered for
+// hungAfter is killed with its cgroup. The shim's own command delete then removes the containers.
 //
 // # Files
 //
