@@ -44,7 +44,8 @@ type Config struct {
 }
 
 func (c Config) equal(other Config) bool {
-	return c.Path == other.Path && c.WithoutHostDevices == other.WithoutHostDevices && c.Task == other.Task && slices.Equal(c.Options, other.Options) &&
+	return c.Path == other.Path && c.WithoutHostDevices == other.WithoutHostDevices && c.Task == other.Task &&
+		slices.Equal(c.Options, other.Options) &&
 		slices.Equal(c.Args, other.Args) && slices.Equal(c.Annotations, other.Annotations)
 }
 

@@ -58,7 +58,9 @@ func (c *client) close() error { return c.rpc.Close() }
 
 // call calls a method. A timeout of zero means no limit. The error wraps errUnanswered if the shim
 // did not answer.
-func (c *client) call(ctx context.Context, timeout time.Duration, method string, request, response proto.Message) error {
+func (c *client) call(
+	ctx context.Context, timeout time.Duration, method string, request, response proto.Message,
+) error {
 	if timeout > 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, timeout)
@@ -90,7 +92,8 @@ func (e *callError) Error() string { return strings.ToLower(e.method) + ": " + e
 // isGone reports whether a shim answered that it has no such task, or that its process has ended.
 func isGone(err error) bool {
 	var said *callError
-	return errors.As(err, &said) && (said.code == codes.NotFound || strings.Contains(said.message, "process already finished"))
+	return errors.As(err, &said) &&
+		(said.code == codes.NotFound || strings.Contains(said.message, "process already finished"))
 }
 
 func (c *client) do(ctx context.Context, method string, request proto.Message) error {
@@ -140,7 +143,8 @@ func (c *client) wait(ctx context.Context, id, exec string) (code int, err error
 }
 
 func (c *client) kill(ctx context.Context, id, exec string, signal uint32, all bool) error {
-	return c.call(ctx, endTimeout, "Kill", &task.KillRequest{ID: id, ExecID: exec, Signal: signal, All: all}, &emptypb.Empty{})
+	request := &task.KillRequest{ID: id, ExecID: exec, Signal: signal, All: all}
+	return c.call(ctx, endTimeout, "Kill", request, &emptypb.Empty{})
 }
 
 func (c *client) delete(ctx context.Context, id, exec string) error {

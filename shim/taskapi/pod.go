@@ -79,11 +79,8 @@ func (p *pod) lock() (unlock func() error, err error) {
 	if err != nil {
 		return nil, err
 	}
-	for {
+	for err = unix.EINTR; errors.Is(err, unix.EINTR); {
 		err = unix.Flock(int(f.Fd()), unix.LOCK_EX)
-		if err != unix.EINTR {
-			break
-		}
 	}
 	if err != nil {
 		return nil, errors.Join(os.NewSyscallError("flock", err), f.Close())

@@ -309,7 +309,8 @@ func sendFile(socket string, f *os.File) error {
 	if err := unix.Connect(fd, &unix.SockaddrUnix{Name: socket}); err != nil {
 		return os.NewSyscallError("connect to the console socket", err)
 	}
-	return os.NewSyscallError("send the terminal", unix.Sendmsg(fd, []byte(f.Name()), unix.UnixRights(int(f.Fd())), nil, 0))
+	err = unix.Sendmsg(fd, []byte(f.Name()), unix.UnixRights(int(f.Fd())), nil, 0)
+	return os.NewSyscallError("send the terminal", err)
 }
 
 // followSize passes changes of the terminal's size to the shim.
