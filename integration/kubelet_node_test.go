@@ -250,6 +250,10 @@ for procs in /sys/fs/cgroup"$cgroup"/cgroup.procs /sys/fs/cgroup/*"$cgroup"/cgro
 	[ ! -e "$procs" ] || echo $$ >"$procs"
 done
 mount --make-private /proc
+grep -q 'cpu MHz' /proc/cpuinfo || { # a user-mode kernel leaves it out
+	{ cat /proc/cpuinfo; echo 'cpu MHz : 1000.000'; } >"$dir.cpuinfo"
+	mount --bind "$dir.cpuinfo" /proc/cpuinfo
+}
 (cd "$dir" && find . -type f) | while read -r file; do mount --bind "$dir/$file" "/proc/sys/$file"; done
 exec "$@"`
 	dir := n.dir + "/sysctl"
