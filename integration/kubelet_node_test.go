@@ -166,6 +166,11 @@ func (n *node) makeCgroups(t *testing.T) {
 			t.Cleanup(func() { removeCgroupTree(t, path) })
 		}
 	}
+	if machine.Cgroup2() { // kubelet refuses a cgroup without controllers
+		dir := "/sys/fs/cgroup/" + harness.Machine
+		controllers := strings.Fields(string(harness.Get(os.ReadFile(dir + "/cgroup.controllers"))(t)))
+		harness.Must(t, os.WriteFile(dir+"/cgroup.subtree_control", []byte("+"+strings.Join(controllers, " +")), 0o600))
+	}
 }
 
 // hierarchies returns the mount points of the cgroup hierarchies.
