@@ -253,25 +253,25 @@ func pushTestImages(t *testing.T) {
 	// kubeadm's images have a pause that ends at once.
 	pause := v1.Config{Entrypoint: []string{"/agnhost", "pause"}}
 	program := func(name string) string { return string(harness.Get(os.ReadFile(kubernetesProgram(t, name)))(t)) }
-	agnhost := program("agnhost")
-	agnhostFiles := fixture.Tree{fixture.File("agnhost", 0o755, agnhost), fixture.Symlink("agnhost-2", "agnhost"),
-		fixture.File("localhost.crt", 0o644, program("localhost.crt")), fixture.File("localhost.key", 0o644, program("localhost.key"))}
-	agnhostFiles = append(agnhostFiles, registryFiles(t)...)
+	// One layer for all images: a user-mode kernel maps few pages into a process.
+	agnhost := harness.PackLayer(t, append(registryFiles(t), fixture.File("agnhost", 0o755, program("agnhost")), fixture.Symlink("agnhost-2", "agnhost"),
+		fixture.File("localhost.crt", 0o644, program("localhost.crt")), fixture.File("localhost.key", 0o644, program("localhost.key"))), fixture.Gzip)
+	usesAgnhost := func(config v1.Config) bool { return slices.Contains(config.Entrypoint, "/agnhost") }
 	entrypoint := func(name string) v1.Config { return v1.Config{Entrypoint: []string{"/" + name}} }
 	for name, image := range map[string]struct {
 		config v1.Config
 		files  fixture.Tree
 	}{
-		"e2e-test-images/agnhost:2.66.1":   {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, agnhostFiles},
-		"pause:3.10.2":                     {pause, fixture.Tree{fixture.File("agnhost", 0o755, agnhost)}},
+		"e2e-test-images/agnhost:2.66.1":   {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, nil},
+		"pause:3.10.2":                     {pause, nil},
 		"e2e-test-images/busybox:1.37.0-2": {v1.Config{Cmd: []string{"sh"}}, nil},
 		"e2e-test-images/perl:5.26":        {v1.Config{Cmd: []string{"perl"}}, nil},
 		"e2e-test-images/nginx:1.27.0-2":   {webServer, nginxFiles},
 		"e2e-test-images/nginx:1.28.0-2":   {webServer, nginxFiles},
-		"e2e-test-images/kitten:1.8":       {updateServer, serverFiles("kitten", agnhost)},
-		"e2e-test-images/nautilus:1.8":     {updateServer, serverFiles("nautilus", agnhost)},
+		"e2e-test-images/kitten:1.8":       {updateServer, serverFiles("kitten")},
+		"e2e-test-images/nautilus:1.8":     {updateServer, serverFiles("nautilus")},
 		"e2e-test-images/nonroot:1.5":      {v1.Config{Cmd: []string{"id", "-u"}, User: "1234"}, nil},
-		"e2e-test-images/agnhost:2.55":     {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, agnhostFiles},
+		"e2e-test-images/agnhost:2.55":     {v1.Config{Entrypoint: []string{"/agnhost"}, Cmd: []string{"pause"}}, nil},
 		"e2e-test-images/nonewprivs:1.4":   {v1.Config{Cmd: []string{"nnp"}}, fixture.Tree{fixture.File("usr/local/bin/nnp", 0o4755, program("nonewprivs"))}},
 		"e2e-test-images/regression-issue-74839:1.5": {
 			entrypoint("regression-issue-74839"), fixture.Tree{fixture.File("regression-issue-74839", 0o755, program("regression-issue-74839"))}},
@@ -283,6 +283,9 @@ func pushTestImages(t *testing.T) {
 	} {
 		image.config.Env = []string{"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 		layers := []v1.Layer{base}
+		if usesAgnhost(image.config) {
+			layers = append(layers, agnhost)
+		}
 		if image.files != nil {
 			layers = append(layers, harness.PackLayer(t, image.files, fixture.Gzip))
 		}
@@ -327,9 +330,8 @@ http {
 )
 
 // serverFiles are those of an image whose pods tell which image they run.
-func serverFiles(name, agnhost string) fixture.Tree {
+func serverFiles(name string) fixture.Tree {
 	return fixture.Tree{
-		fixture.File("agnhost", 0o755, agnhost),
 		fixture.File("etc/os-release", 0o644, `PRETTY_NAME="Alpine Linux"`+"\n"),
 		fixture.File("data.json", 0o644, fmt.Sprintf(`{"image": %q}`+"\n", name+".jpg")),
 	}

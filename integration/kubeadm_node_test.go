@@ -43,8 +43,10 @@ func (k *kubeadm) startMachine(t *testing.T) {
 	harness.Must(t, os.MkdirAll("/etc/kubernetes", 0o755)) // below the first machine's overlay
 	const script = `set -e
 hostname "$2"
+for dir in dbus systemd; do [ ! -d /run/$dir ] || { mkdir "$1/$dir" && mount --rbind /run/$dir "$1/$dir"; }; done
 umount --recursive --lazy /run /var/lib /var/log # those of the first machine, in this namespace only
 for dir in /run /etc/kubernetes /etc/berth /var/lib /var/log; do mount -t tmpfs -o mode=0755 tmpfs "$dir"; done
+for dir in dbus systemd; do [ ! -d "$1/$dir" ] || { mkdir /run/$dir && mount --rbind "$1/$dir" /run/$dir; }; done # cgroups are systemd's
 mkdir -p /run/lock /run/tmp
 mkdir -m 0711 /var/lib/berth
 mount --bind "$1/berth" /var/lib/berth

@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -72,6 +73,7 @@ func newKubeadmCluster(t *testing.T, network string) *kubeadmCluster {
 	first.writeConfiguration(t)
 	first.pushImages(t, c.version)
 	for _, m := range []*kubeadm{c.first, c.second} {
+		m.makeSlice(t)
 		m.writeKubeletConfiguration(t)
 		m.startKubelet(t)
 		t.Cleanup(func() { m.removePodCgroups(t) }) // kubelet leaves them when it ends
@@ -233,11 +235,15 @@ func (k *kubeadm) writeConfiguration(t *testing.T) {
 		}
 	}
 	config = strings.Replace(config, initialization, initialization+"skipPhases: [addon]\n", 1)
-	own := node + "  name: " + kubeletNode + "\n"
+	var ignored []string
+	if runtime.NumCPU() < 2 { // in a guest
+		ignored = append(ignored, "NumCPU")
+	}
 	if !machine.Cgroup2() {
-		own += "  ignorePreflightErrors: [SystemVerification]\n"
+		ignored = append(ignored, "SystemVerification")
 		config += "---\napiVersion: kubelet.config.k8s.io/v1beta1\nkind: KubeletConfiguration\nfailCgroupV1: false\n"
 	}
+	own := fmt.Sprintf("%s  name: %s\n  ignorePreflightErrors: [%s]\n", node, kubeletNode, strings.Join(ignored, ", "))
 	config = strings.Replace(config, node, own, 1)
 	harness.Must(t, os.WriteFile(k.page.dir+"/kubeadm.yaml", []byte(config), 0o600))
 }
@@ -294,6 +300,28 @@ maxOpenFiles: 20000
 imageGCHighThresholdPercent: 100
 evictionHard: {memory.available: 1Mi, nodefs.available: 1Mi, imagefs.available: 1Mi, pid.available: "10"}
 `, k.cgroup()))
+}
+
+// makeSlice makes the cgroup of the pods if systemd manages cgroups. The properties make systemd
+// enable the controllers that kubelet expects.
+func (k *kubeadm) makeSlice(t *testing.T) {
+	t.Helper()
+	if !harness.SystemdDriver() {
+		return
+	}
+	slice := harness.Machine + "-kubelet" + k.suffix + ".slice"
+	cpus := fmt.Sprintf("AllowedCPUs=0-%d", runtime.NumCPU()-1)
+	for _, args := range [][]string{{"set-property", "--runtime", slice, "CPUWeight=100", "MemoryAccounting=yes", "TasksAccounting=yes", cpus}, {"start", slice}} {
+		systemctl(t, args...)
+	}
+	t.Cleanup(func() { systemctl(t, "stop", slice); systemctl(t, "revert", slice) })
+}
+
+func systemctl(t *testing.T, args ...string) {
+	t.Helper()
+	if out, err := exec.CommandContext(context.WithoutCancel(t.Context()), "systemctl", args...).CombinedOutput(); err != nil {
+		t.Errorf("systemctl %s: %v: %s", strings.Join(args, " "), err, out)
+	}
 }
 
 // startKubelet does what systemd does for kubelet's unit: it starts kubelet with kubeadm's files as

@@ -166,6 +166,11 @@ func (n *node) makeCgroups(t *testing.T) {
 			t.Cleanup(func() { removeCgroupTree(t, path) })
 		}
 	}
+	if machine.Cgroup2() { // kubelet refuses a cgroup without controllers
+		dir := "/sys/fs/cgroup/" + harness.Machine
+		controllers := strings.Fields(string(harness.Get(os.ReadFile(dir + "/cgroup.controllers"))(t)))
+		harness.Must(t, os.WriteFile(dir+"/cgroup.subtree_control", []byte("+"+strings.Join(controllers, " +")), 0o600))
+	}
 }
 
 // hierarchies returns the mount points of the cgroup hierarchies.
@@ -250,6 +255,10 @@ for procs in /sys/fs/cgroup"$cgroup"/cgroup.procs /sys/fs/cgroup/*"$cgroup"/cgro
 	[ ! -e "$procs" ] || echo $$ >"$procs"
 done
 mount --make-private /proc
+grep -q 'cpu MHz' /proc/cpuinfo || { # a user-mode kernel leaves it out
+	{ cat /proc/cpuinfo; echo 'cpu MHz : 1000.000'; } >"$dir.cpuinfo"
+	mount --bind "$dir.cpuinfo" /proc/cpuinfo
+}
 (cd "$dir" && find . -type f) | while read -r file; do mount --bind "$dir/$file" "/proc/sys/$file"; done
 exec "$@"`
 	dir := n.dir + "/sysctl"
