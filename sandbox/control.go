@@ -191,7 +191,7 @@ func (k *control) applyLimits(ctx context.Context, c lockedContainer, resources 
 	if err != nil {
 		return nil, err
 	}
-	if program := k.objects.runtimeOf(c.container); program != nil && program.TaskAPI && program.Sandboxed {
+	if program := k.objects.runtimeOf(c.container); program != nil && program.SetsLimits() {
 		before, err := kernelLimits(resources, limits, k.node.Host)
 		if err == nil {
 			err = program.Update(ctx, c.ID, wanted)

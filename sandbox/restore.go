@@ -184,7 +184,7 @@ func (k *restorer) checkHandler(ctx context.Context, name, saved string) error {
 	switch {
 	case err != nil:
 		return err
-	case !program.Program().Saves():
+	case program == nil || !program.Saves():
 		return errdefs.FailedPrecondition("runtime handler %q cannot restore a checkpoint of %q", name, saved)
 	case program.Version != saved:
 		return errdefs.FailedPrecondition("the checkpoint was made by %q, runtime handler %q has %q; the versions must be equal",

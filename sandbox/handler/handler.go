@@ -244,6 +244,10 @@ func (r *Runtime) Program() *ociruntime.Runtime {
 // gVisor.
 func (r *Runtime) IsSandboxed() bool { return r != nil && r.Sandboxed }
 
+// NeedsOverlay reports whether the root filesystem of a pause must be an overlay. A virtual machine
+// could get the disk below a bind mount.
+func (r *Runtime) NeedsOverlay() bool { return r != nil && r.TaskAPI }
+
 // IsBuiltIn reports whether libcontainer makes the handler's containers.
 func (h *Handler) IsBuiltIn() bool { return h.config.Path == "" }
 

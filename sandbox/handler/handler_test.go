@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
@@ -140,9 +141,10 @@ func TestAnnotate(t *testing.T) {
 // berth's own.
 func TestAnnotateRequested(t *testing.T) {
 	t.Parallel()
-	r := &Runtime{Annotations: []string{"a.example/x", "io.kubernetes.*", "*/mid*dle", "run.oci.*"}}
+	r := &Runtime{Annotations: []string{"a.example/x", "io.kubernetes.*", "*/mid*dle", "run.oci.*", "io.containerd.*"}}
 	pod := map[string]string{"a.example/x": "pod", "a.example/xy": "1", "io.kubernetes.cri.sandbox-id": "other",
-		"io.kubernetes.cri.container-name": "other", "run.oci.systemd.subgroup": "x", "io.kubernetes.pod": "p"}
+		"io.kubernetes.cri.container-name": "other", "run.oci.systemd.subgroup": "x", "io.kubernetes.pod": "p",
+		"io.containerd.runc.v2.group": "other"}
 	container := map[string]string{"a.example/x": "container", "b/mid-and-dle": "2", "mid-dle": "3", "b/middle-": "4"}
 	spec := &specs.Spec{}
 	r.Annotate(spec, "container", "p", "app", pod, container)
@@ -208,4 +210,21 @@ func TestReplace(t *testing.T) {
 	if info := set.info("capable"); info.UserNamespaces {
 		t.Errorf("the changed program was not probed: %+v", info)
 	}
+}
+
+// A shim learns the size of the pod. Others get no such annotations.
+func TestAnnotateSize(t *testing.T) {
+	t.Parallel()
+	resources := &runtimeapi.LinuxContainerResources{CpuPeriod: 1, CpuQuota: 2, CpuShares: 3, MemoryLimitInBytes: 4}
+	want := map[string]string{"io.kubernetes.cri.sandbox-cpu-period": "1", "io.kubernetes.cri.sandbox-cpu-quota": "2",
+		"io.kubernetes.cri.sandbox-cpu-shares": "3", "io.kubernetes.cri.sandbox-memory": "4"}
+	for _, shim := range []bool{false, true} {
+		spec := &specs.Spec{Annotations: map[string]string{}}
+		r := &Runtime{Runtime: ociruntime.Runtime{TaskAPI: shim}}
+		r.AnnotateSize(spec, nil)
+		if r.AnnotateSize(spec, resources); shim && !maps.Equal(spec.Annotations, want) || !shim && len(spec.Annotations) > 0 {
+			t.Errorf("shim %t: annotations %v", shim, spec.Annotations)
+		}
+	}
+	(*Runtime)(nil).AnnotateSize(&specs.Spec{}, resources)
 }

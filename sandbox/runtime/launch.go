@@ -100,7 +100,7 @@ func (k Launcher) planImage(ctx context.Context, pod *state.Pod) (rootfs.Spec, *
 }
 
 func (k Launcher) embeddedRoot(pod *state.Pod) rootfs.Spec {
-	return k.Roots.Pause(k.PauseDir, k.idMap(pod), pod.Labels.Mount, pod.Runtime != nil && pod.Runtime.TaskAPI)
+	return k.Roots.Pause(k.PauseDir, k.idMap(pod), pod.Labels.Mount, pod.Runtime.NeedsOverlay())
 }
 
 // describePause builds the runtime-spec of the pod's pause. files are the user files of the pause

@@ -54,6 +54,9 @@ type Runtime struct {
 // Then the runtime reports the exit, and sends signals.
 func (r *Runtime) Parent() bool { return r.Sandboxed || r.TaskAPI }
 
+// SetsLimits reports whether the runtime, not the node's cgroups, changes the limits of a container.
+func (r *Runtime) SetsLimits() bool { return r.TaskAPI && r.Sandboxed }
+
 // Saves reports whether the runtime has gVisor's commands to save a sandbox.
 func (r *Runtime) Saves() bool { return r.Sandboxed && !r.TaskAPI }
 
