@@ -398,7 +398,7 @@ func TestDebInChroot(t *testing.T) {
 	dpkg("--install", deb) // an upgrade
 	dpkg("--remove", "berth")
 	want := []string{"/etc/berth/config.toml"}
-	for _, kept := range []string{"berth", "berth-shim", "berth-unpack", "berth-verify", "berth-task", "etc/config.toml"} {
+	for _, kept := range []string{"berth", "berth-shim", "berth-task", "berth-unpack", "berth-verify", "etc/config.toml"} {
 		want = append(want, "/var/lib/berth/uninstall/"+kept)
 	}
 	if got := files(t, dir); !slices.Equal(got, want) {

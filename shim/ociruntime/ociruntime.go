@@ -283,11 +283,27 @@ func (r *Runtime) command(ctx context.Context, log string, args ...string) *exec
 	if log != "" {
 		all = append(all, "--log", log, "--log-format", "json")
 	}
-	cmd := exec.CommandContext(ctx, r.Path, append(all, args...)...)
+	cmd := exec.CommandContext(ctx, r.program(), append(all, args...)...)
 	cmd.Dir = "/"
 	cmd.Env = append([]string{"PATH=" + os.Getenv("PATH")}, failpoint.Env()...)
 	cmd.WaitDelay = outputTimeout
 	return cmd
+}
+
+// program returns the path of the program. berth-task may have moved with berth's other programs
+// since the container was made, for example when the package was removed.
+func (r *Runtime) program() string {
+	if !r.TaskAPI {
+		return r.Path
+	}
+	if _, err := os.Stat(r.Path); err == nil {
+		return r.Path
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return r.Path
+	}
+	return filepath.Join(filepath.Dir(self), filepath.Base(r.Path))
 }
 
 // run runs a command that has no streams.

@@ -251,6 +251,24 @@ func TestKill(t *testing.T) {
 	}
 }
 
+// berth-task is found beside the running program after it has moved.
+func TestMovedProgram(t *testing.T) {
+	self, err := os.Executable()
+	testutil.Must(t, err)
+	for _, tc := range []struct {
+		r    Runtime
+		want string
+	}{
+		{Runtime{Path: "/no/such/crun"}, "/no/such/crun"},
+		{Runtime{Path: "/bin/sh", TaskAPI: true}, "/bin/sh"},
+		{Runtime{Path: "/no/such/berth-task", TaskAPI: true}, filepath.Join(filepath.Dir(self), "berth-task")},
+	} {
+		if got := tc.r.program(); got != tc.want {
+			t.Errorf("%+v is called at %s, want %s", tc.r, got, tc.want)
+		}
+	}
+}
+
 // A program that hangs is killed when its context ends.
 func TestHangingRuntimeIsKilled(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
