@@ -175,14 +175,14 @@ func TestShimSurvivesDaemon(t *testing.T) {
 
 // A shim that was killed, and one that hangs, do not keep their pod.
 func TestShimLost(t *testing.T) {
-	loseShim(t, "shim", func() harness.DaemonOption { return harness.WithRuncShim(t, "shim") })
+	loseShim(t, "shim", func(t *testing.T) harness.DaemonOption { return harness.WithRuncShim(t, "shim") })
 }
 
-func loseShim(t *testing.T, handler string, option func() harness.DaemonOption) {
+func loseShim(t *testing.T, handler string, option func(*testing.T) harness.DaemonOption) {
 	t.Helper()
 	for name, signal := range map[string]syscall.Signal{"killed": syscall.SIGKILL, "stopped": syscall.SIGSTOP} {
 		t.Run(name, func(t *testing.T) {
-			d := harness.StartDaemon(t, option())
+			d := harness.StartDaemon(t, option(t))
 			pod := runPodWith(t, d, handler, harness.HostNetwork)
 			c := pod.Run(t)
 			pid := shimInit(t, d, c)
@@ -362,7 +362,7 @@ func TestShimRunsc(t *testing.T) {
 
 // A lost shim of gVisor takes its sandbox with it.
 func TestShimRunscLost(t *testing.T) {
-	loseShim(t, "gvisor", func() harness.DaemonOption { return withRunscShim(t) })
+	loseShim(t, "gvisor", withRunscShim)
 }
 
 // A shim that does not start, and whose command delete fails, leaves nothing of its pod.
