@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 	"syscall"
 	"time"
 
@@ -140,13 +141,18 @@ func (c *command) endLost(ctx context.Context, id string) error {
 	return c.delete(ctx, r.Sandbox)
 }
 
-func execName(pid int) string { return "exec-" + strconv.Itoa(pid) }
+const execPrefix = "exec-"
+
+func execName(pid int) string { return execPrefix + strconv.Itoa(pid) }
 
 // startProcess starts a copy of this program that attends the process. The copy's PID identifies
 // the process.
 func (c *command) startProcess(ctx context.Context, id string) (err error) {
 	process, err := readJSON[specs.Process](c.process)
 	if err != nil {
+		return err
+	}
+	if err := c.removeUnattended(ctx, id); err != nil {
 		return err
 	}
 	r, w, err := os.Pipe()
@@ -180,6 +186,31 @@ func (c *command) startProcess(ctx context.Context, id string) (err error) {
 	}
 	pid := []byte(strconv.Itoa(cmd.Process.Pid))
 	return errors.Join(os.WriteFile(c.internalPIDFile, pid, 0o600), os.WriteFile(c.pidFile, pid, 0o600))
+}
+
+// removeUnattended removes what killed attendants have left of their processes.
+func (c *command) removeUnattended(ctx context.Context, id string) error {
+	dirs, err := filepath.Glob(filepath.Join(c.taskDir(id), execPrefix+"*"))
+	if err != nil {
+		return err
+	}
+	for _, dir := range dirs {
+		name := filepath.Base(dir)
+		if _, err := os.Stat("/proc/" + strings.TrimPrefix(name, execPrefix)); err == nil {
+			continue
+		}
+		if shim, _, err := c.connect(ctx); err == nil {
+			_ = shim.kill(ctx, id, name, uint32(unix.SIGKILL), false) // it may have ended
+			_ = shim.delete(ctx, id, name)                            // it may not exist
+			_ = shim.close()                                          // nothing is left to send
+		}
+		failpoint.Reach("task.remove-unattended")
+		if err := os.RemoveAll(dir); err != nil {
+			return err
+		}
+		failpoint.Reach("task.unattended-removed")
+	}
+	return nil
 }
 
 // attendError returns the error that attend has written.
