@@ -124,8 +124,9 @@ func newConformanceCluster(t *testing.T) *kubeadmCluster {
 	return c
 }
 
-// podsConflist is the network of both nodes, unless they use the built-in one. The runtime passes the
-// node's pod CIDR to host-local. Nothing is masqueraded, because the nodes have routes to all pods.
+// podsConflist is the network of both nodes, unless they use the built-in one. The runtime passes
+// the node's pod CIDR to host-local. Nothing is masqueraded, because the nodes have routes to all
+// pods.
 const podsConflist = `{"cniVersion": "1.0.0", "name": "pods", "plugins": [
 	{"type": "bridge", "bridge": "berth0", "isGateway": true, "hairpinMode": true, "capabilities": {"ipRanges": true},
 		"ipam": {"type": "host-local", "routes": [{"dst": "0.0.0.0/0"}]}},

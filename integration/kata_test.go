@@ -160,7 +160,8 @@ func kataMemoryLimit(t *testing.T, c *harness.Container) string {
 	return kataCgroup(t, c, "memory.limit_in_bytes", "memory.max")
 }
 
-// A daemon that was killed loses no line and no exit code, and a stopped pod leaves nothing of Kata.
+// A daemon that was killed loses no line and no exit code, and a stopped pod leaves nothing of
+// Kata.
 func TestShimKataSurvivesDaemon(t *testing.T) {
 	_, handler := startKata(t)
 	d := harness.StartDaemon(t, handler)

@@ -229,8 +229,8 @@ func TestShimLostBeforeContainers(t *testing.T) {
 	})
 }
 
-// runscShim returns the path of gVisor's shim, which is beside runsc, and an option with the path of
-// its configuration.
+// runscShim returns the path of gVisor's shim, which is beside runsc, and an option with the path
+// of its configuration.
 func runscShim(t *testing.T) (path, option string) {
 	t.Helper()
 	program := runsc(t)
@@ -238,8 +238,8 @@ func runscShim(t *testing.T) (path, option string) {
 	if _, err := os.Stat(path); err != nil {
 		t.Skipf("NOT TESTED: there is no shim beside runsc: %v", err)
 	}
-	// gVisor keeps a network namespace of all sandboxes mounted in its directory. On a private mount
-	// it does not outlive the last shim.
+	// gVisor keeps a network namespace of all sandboxes mounted in its directory. On a private
+	// mount it does not outlive the last shim.
 	root := t.TempDir()
 	harness.Must(t, syscall.Mount(root, root, "", syscall.MS_BIND, ""))
 	t.Cleanup(func() { harness.Must(t, syscall.Unmount(root, syscall.MNT_DETACH)) })

@@ -29,8 +29,8 @@ import (
 // HypervisorSocket is the name of the hypervisor's socket in its directory.
 const HypervisorSocket = "h"
 
-// MemoryFile is the file in the hypervisor's directory with the memory that a shim has requested for
-// the newest virtual machine, in MiB.
+// MemoryFile is the file in the hypervisor's directory with the memory that a shim has requested
+// for the newest virtual machine, in MiB.
 const MemoryFile = "memory"
 
 // HangSignal makes all agents of a hypervisor hang: they accept requests, and never answer again.
@@ -45,8 +45,8 @@ type hypervisor struct {
 	vms map[string]*vm
 }
 
-// Serve serves a hypervisor in dir, whose path is short, until SIGTERM. It becomes the parent of all
-// containers.
+// Serve serves a hypervisor in dir, whose path is short, until SIGTERM. It becomes the parent of
+// all containers.
 func Serve(dir, runc string) error {
 	if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
 		return os.NewSyscallError("become subreaper", err)

@@ -54,7 +54,8 @@ type Runtime struct {
 // Then the runtime reports the exit, and sends signals.
 func (r *Runtime) Parent() bool { return r.Sandboxed || r.TaskAPI }
 
-// SetsLimits reports whether the runtime, not the node's cgroups, changes the limits of a container.
+// SetsLimits reports whether the runtime, not the node's cgroups, changes the limits of a
+// container.
 func (r *Runtime) SetsLimits() bool { return r.TaskAPI && r.Sandboxed }
 
 // Saves reports whether the runtime has gVisor's commands to save a sandbox.
@@ -167,8 +168,8 @@ func (r *Runtime) Waiter(id string, stdout *os.File) *exec.Cmd {
 }
 
 // Attend returns the command that starts a created container of a TaskAPI runtime, copies its
-// streams, and exits when the container has ended. Before, it writes what Waiter's command writes to
-// verdict. It writes "ok" to started when the container runs. The message of an error is in the
+// streams, and exits when the container has ended. Before, it writes what Waiter's command writes
+// to verdict. It writes "ok" to started when the container runs. The message of an error is in the
 // bundle's log, see Attended.
 //
 // The command outlives the process that starts it. An end of ctx before that kills it.

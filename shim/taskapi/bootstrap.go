@@ -31,9 +31,9 @@ type program struct {
 	options *anypb.Any // nil: none
 }
 
-// command returns a call of the program in a bundle. Nobody needs a shim's events, because exits come
-// from Wait. Shims expect an empty TTRPC_ADDRESS then. With any other, gVisor's ends when it cannot
-// send an event.
+// command returns a call of the program in a bundle. Nobody needs a shim's events, because exits
+// come from Wait. Shims expect an empty TTRPC_ADDRESS then. With any other, gVisor's ends when it
+// cannot send an event.
 func (p *program) command(ctx context.Context, id, bundle string, args ...string) *exec.Cmd {
 	all := append([]string{"-namespace", namespace, "-address", "", "-publish-binary", "/bin/true", "-id", id}, args...)
 	cmd := exec.CommandContext(ctx, p.path, all...)

@@ -151,8 +151,8 @@ func (c *client) delete(ctx context.Context, id, exec string) error {
 	return c.call(ctx, endTimeout, "Delete", &task.DeleteRequest{ID: id, ExecID: exec}, &task.DeleteResponse{})
 }
 
-// shutdown makes a shim without tasks remove the rest of its sandbox, such as a virtual machine, and
-// exit. Many shims exit without an answer.
+// shutdown makes a shim without tasks remove the rest of its sandbox, such as a virtual machine,
+// and exit. Many shims exit without an answer.
 func (c *client) shutdown(ctx context.Context, id string) error {
 	err := c.call(ctx, shutdownTimeout, "Shutdown", &task.ShutdownRequest{ID: id}, &emptypb.Empty{})
 	if errors.Is(err, errUnanswered) {

@@ -5,9 +5,10 @@
 // # Contract
 //
 // The create of a pod's sandbox starts one shim, in the mount namespace of its launcher and in a
-// cgroup beside the sandbox's. The other containers of the pod use the same shim. Before the shim is
-// started, its record is in the runtime's state directory, so delete can end it at any time. With the
-// systemd cgroup driver the shim has no cgroup of its own, and delete finds it when its sandbox exists.
+// cgroup beside the sandbox's. The other containers of the pod use the same shim. Before the shim
+// is started, its record is in the runtime's state directory, so delete can end it at any time.
+// With the systemd cgroup driver the shim has no cgroup of its own, and delete finds it when its
+// sandbox exists.
 //
 //	create  starts the shim of a sandbox, and creates a task
 //	start   starts the task of a sandbox
@@ -17,8 +18,9 @@
 //	update  changes limits inside of a virtual machine
 //	kill, state, delete
 //
-// Every call to a shim except Wait has a timeout. A shim that leaves kills or deletes unanswered for
-// hungAfter is killed with its cgroup. The shim's own command delete then removes the containers.
+// Every call to a shim except Wait has a timeout. A shim that leaves kills or deletes unanswered
+// for hungAfter is killed with its cgroup. The shim's own command delete then removes the
+// containers.
 //
 // # Files
 //

@@ -19,8 +19,8 @@ import (
 
 // typedOptions returns the message that a shim gets with start and Create. Each option is
 // NAME=VALUE, with the names that containerd's configuration uses, such as BinaryName and
-// ConfigPath. runc's shim has a message of its own, whose state is kept in root. All others have the
-// general one.
+// ConfigPath. runc's shim has a message of its own, whose state is kept in root. All others have
+// the general one.
 func typedOptions(shim string, options []string, root string, systemdCgroup bool) (*anypb.Any, error) {
 	var message proto.Message = &runtimeoptions.Options{}
 	isRunc := strings.HasPrefix(filepath.Base(shim), "containerd-shim-runc-")

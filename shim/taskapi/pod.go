@@ -215,8 +215,8 @@ const hungAfter = 10 * time.Second
 
 func (p *pod) silentPath() string { return filepath.Join(p.dir, "silent") }
 
-// isHung tells whether a shim that did not answer now is lost, or has been silent for hungAfter. The
-// first call marks the beginning, and answered ends it.
+// isHung tells whether a shim that did not answer now is lost, or has been silent for hungAfter.
+// The first call marks the beginning, and answered ends it.
 func (p *pod) isHung(r record) bool {
 	if p.isLost(r) {
 		return true

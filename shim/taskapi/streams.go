@@ -158,9 +158,9 @@ func (a *attendant) finish() {
 	}
 }
 
-// copyStream copies until the end of the input. If nobody reads the output, it discards the rest, so
-// that the writer does not wait. It splices only between pipes. During a splice from a terminal that
-// has no input, nobody else can use the pipe. waiting counts the copies that wait for input.
+// copyStream copies until the end of the input. If nobody reads the output, it discards the rest,
+// so that the writer does not wait. It splices only between pipes. During a splice from a terminal
+// that has no input, nobody else can use the pipe. waiting counts the copies that wait for input.
 func copyStream(from, to int, waiting *atomic.Int32) {
 	input := fileReader{fd: from, waiting: waiting}
 	if isPipe(from) && isPipe(to) {
