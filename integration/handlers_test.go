@@ -114,26 +114,10 @@ func TestCrun(t *testing.T) {
 			t.Errorf("the log is %q", out)
 		}
 	})
-	t.Run("kill", func(t *testing.T) {
-		c := pod.Run(t, harness.Script("trap '' TERM; sleep 1000 & sleep 1000"))
-		c.Stop(t, 0)
-		harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
-	})
-	t.Run("bad command", func(t *testing.T) {
-		c := pod.Create(t, harness.Command("/no/such/program"))
-		harness.WantCode(t, d.Cri.StartContainer(t.Context(), c.Id), codes.InvalidArgument, "/no/such/program")
-		harness.Equal(t, "reason", c.Status(t).Reason, "StartError")
-	})
-	t.Run("OOM", func(t *testing.T) {
-		_, status := pod.RunToEnd(t, harness.Command("tail", "/dev/zero"), harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 16 << 20 }))
-		harness.Equal(t, "reason", status.Reason, "OOMKilled")
-	})
-	t.Run("update", func(t *testing.T) {
-		c := pod.Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
-		harness.Must(t, d.Cri.UpdateContainerResources(t.Context(), c.Id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20}}))
-		memory, _ := limitsOf(t, c)
-		harness.Equal(t, "memory limit", memory, "134217728")
-	})
+	t.Run("kill", func(t *testing.T) { testKill(t, pod) })
+	t.Run("bad command", func(t *testing.T) { testBadCommand(t, pod) })
+	t.Run("OOM", func(t *testing.T) { testOOMReason(t, pod) })
+	t.Run("update", func(t *testing.T) { testUpdateLimits(t, pod) })
 	t.Run("annotations", func(t *testing.T) {
 		c := pod.Run(t, func(c *runtimeapi.ContainerConfig) {
 			c.Annotations = map[string]string{"run.oci.keep_original_groups": "1", "io.kubernetes.cri.container-type": "sandbox", "io.kubernetes.cri.sandbox-id": "other"}
@@ -158,6 +142,53 @@ func TestCrun(t *testing.T) {
 			t.Errorf("a recursive read-only mount: %v, want RROUnsupported", err)
 		}
 	})
+}
+
+// --- what containers of every handler do --------------------------------------------
+
+func testKill(t *testing.T, pod *harness.Pod) {
+	t.Helper()
+	c := pod.Run(t, harness.Script("trap '' TERM; sleep 1000 & sleep 1000"))
+	c.Stop(t, 0)
+	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
+}
+
+func testBadCommand(t *testing.T, pod *harness.Pod) {
+	t.Helper()
+	c := pod.Create(t, harness.Command("/no/such/program"))
+	harness.WantCode(t, pod.D.Cri.StartContainer(t.Context(), c.Id), codes.InvalidArgument, "/no/such/program")
+	harness.Equal(t, "reason", c.Status(t).Reason, "StartError")
+}
+
+func testOOMReason(t *testing.T, pod *harness.Pod) {
+	t.Helper()
+	_, status := pod.RunToEnd(t, harness.Command("tail", "/dev/zero"), harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 16 << 20 }))
+	harness.Equal(t, "reason", status.Reason, "OOMKilled")
+}
+
+func testUpdateLimits(t *testing.T, pod *harness.Pod) {
+	t.Helper()
+	c := pod.Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
+	harness.Must(t, pod.D.Cri.UpdateContainerResources(t.Context(), c.Id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20}}))
+	memory, _ := limitsOf(t, c)
+	harness.Equal(t, "memory limit", memory, "134217728")
+}
+
+func testShortOutput(t *testing.T, pod *harness.Pod) {
+	t.Helper()
+	for i := range 10 {
+		c, status := pod.RunToEnd(t, harness.Script(fmt.Sprintf("echo line %d; exit %d", i, i)))
+		harness.Equal(t, "exit code", status.ExitCode, int32(i))
+		harness.Equal(t, "output", c.Output(t), fmt.Sprintf("line %d\n", i))
+	}
+}
+
+func testLongOutput(t *testing.T, pod *harness.Pod) {
+	t.Helper()
+	c, _ := pod.RunToEnd(t, harness.Script("seq 200000"))
+	if lines := strings.Count(c.Output(t), "\n"); lines != 200000 {
+		t.Errorf("the log has %d lines, want 200000", lines)
+	}
 }
 
 // The configuration's defaults for all containers, pauses and a runtime.

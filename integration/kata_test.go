@@ -110,17 +110,8 @@ func TestShimKata(t *testing.T) {
 		c := pod.Create(t, harness.Command("/no/such/program"))
 		harness.WantCode(t, d.Cri.StartContainer(t.Context(), c.Id), codes.InvalidArgument, "/no/such/program")
 	})
-	t.Run("long output", func(t *testing.T) {
-		c, _ := pod.RunToEnd(t, harness.Script("seq 20000"))
-		if lines := strings.Count(c.Output(t), "\n"); lines != 20000 {
-			t.Errorf("the log has %d lines, want 20000", lines)
-		}
-	})
-	t.Run("kill", func(t *testing.T) {
-		c := pod.Run(t, harness.Script("trap '' TERM; sleep 1000 & sleep 1000"))
-		c.Stop(t, 0)
-		harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
-	})
+	t.Run("long output", func(t *testing.T) { testLongOutput(t, pod) })
+	t.Run("kill", func(t *testing.T) { testKill(t, pod) })
 	t.Run("update", func(t *testing.T) {
 		c := pod.Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
 		harness.Equal(t, "memory limit", kataMemoryLimit(t, c), "67108864")

@@ -56,39 +56,12 @@ func TestShim(t *testing.T) {
 			t.Errorf("the log is %q", out)
 		}
 	})
-	t.Run("short output", func(t *testing.T) {
-		for i := range 10 {
-			c, status := pod.RunToEnd(t, harness.Script(fmt.Sprintf("echo line %d; exit %d", i, i)))
-			harness.Equal(t, "exit code", status.ExitCode, int32(i))
-			harness.Equal(t, "output", c.Output(t), fmt.Sprintf("line %d\n", i))
-		}
-	})
-	t.Run("long output", func(t *testing.T) {
-		c, _ := pod.RunToEnd(t, harness.Script("seq 200000"))
-		if lines := strings.Count(c.Output(t), "\n"); lines != 200000 {
-			t.Errorf("the log has %d lines, want 200000", lines)
-		}
-	})
-	t.Run("kill", func(t *testing.T) {
-		c := pod.Run(t, harness.Script("trap '' TERM; sleep 1000 & sleep 1000"))
-		c.Stop(t, 0)
-		harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
-	})
-	t.Run("bad command", func(t *testing.T) {
-		c := pod.Create(t, harness.Command("/no/such/program"))
-		harness.WantCode(t, d.Cri.StartContainer(t.Context(), c.Id), codes.InvalidArgument, "/no/such/program")
-		harness.Equal(t, "reason", c.Status(t).Reason, "StartError")
-	})
-	t.Run("OOM", func(t *testing.T) {
-		_, status := pod.RunToEnd(t, harness.Command("tail", "/dev/zero"), harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 16 << 20 }))
-		harness.Equal(t, "reason", status.Reason, "OOMKilled")
-	})
-	t.Run("update", func(t *testing.T) {
-		c := pod.Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
-		harness.Must(t, d.Cri.UpdateContainerResources(t.Context(), c.Id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20}}))
-		memory, _ := limitsOf(t, c)
-		harness.Equal(t, "memory limit", memory, "134217728")
-	})
+	t.Run("short output", func(t *testing.T) { testShortOutput(t, pod) })
+	t.Run("long output", func(t *testing.T) { testLongOutput(t, pod) })
+	t.Run("kill", func(t *testing.T) { testKill(t, pod) })
+	t.Run("bad command", func(t *testing.T) { testBadCommand(t, pod) })
+	t.Run("OOM", func(t *testing.T) { testOOMReason(t, pod) })
+	t.Run("update", func(t *testing.T) { testUpdateLimits(t, pod) })
 	t.Run("statistics", func(t *testing.T) {
 		c := pod.Run(t)
 		stats := harness.Get(d.Cri.ContainerStats(t.Context(), c.Id))(t)
@@ -294,24 +267,9 @@ func TestShimRunsc(t *testing.T) {
 			t.Errorf("the log is %q", out)
 		}
 	})
-	t.Run("short output", func(t *testing.T) {
-		for i := range 5 {
-			c, status := pod.RunToEnd(t, harness.Script(fmt.Sprintf("echo line %d; exit %d", i, i)))
-			harness.Equal(t, "exit code", status.ExitCode, int32(i))
-			harness.Equal(t, "output", c.Output(t), fmt.Sprintf("line %d\n", i))
-		}
-	})
-	t.Run("long output", func(t *testing.T) {
-		c, _ := pod.RunToEnd(t, harness.Script("seq 20000"))
-		if lines := strings.Count(c.Output(t), "\n"); lines != 20000 {
-			t.Errorf("the log has %d lines, want 20000", lines)
-		}
-	})
-	t.Run("kill", func(t *testing.T) {
-		c := pod.Run(t, harness.Script("trap '' TERM; sleep 1000 & sleep 1000"))
-		c.Stop(t, 0)
-		harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
-	})
+	t.Run("short output", func(t *testing.T) { testShortOutput(t, pod) })
+	t.Run("long output", func(t *testing.T) { testLongOutput(t, pod) })
+	t.Run("kill", func(t *testing.T) { testKill(t, pod) })
 	t.Run("network", func(t *testing.T) {
 		c := pod.Run(t)
 		if out := c.Exec(t, "ip", "addr"); !harness.Contains(out, pod.Ip(t)) {
@@ -329,11 +287,7 @@ func TestShimRunsc(t *testing.T) {
 			return !harness.Contains(out, "4711"), out
 		})
 	})
-	t.Run("bad command", func(t *testing.T) {
-		c := pod.Create(t, harness.Command("/no/such/program"))
-		harness.WantCode(t, d.Cri.StartContainer(t.Context(), c.Id), codes.InvalidArgument, "/no/such/program")
-		harness.Equal(t, "reason", c.Status(t).Reason, "StartError")
-	})
+	t.Run("bad command", func(t *testing.T) { testBadCommand(t, pod) })
 	t.Run("terminal", func(t *testing.T) {
 		c := pod.Run(t, harness.Script("[ -t 0 ] && echo terminal; exec sleep 1000"), func(c *runtimeapi.ContainerConfig) { c.Tty = true })
 		c.WaitOutput(t, "terminal\r")
