@@ -113,5 +113,8 @@ func RaiseLastPID(args []string) error {
 	failpoint.Reach("launcher.raise-last-pid")
 	err = os.WriteFile(lastPID, []byte(args[0]), 0)
 	failpoint.Reach("launcher.last-pid-raised")
-	return err
+	if err != nil {
+		return fmt.Errorf("raise the last process ID to %d: %w", pid, err)
+	}
+	return nil
 }

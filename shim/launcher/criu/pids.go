@@ -22,29 +22,45 @@ func HighestPID(images string) (highest int, err error) {
 	}
 	defer dir.Close() // it was only read
 	err = eachMessage(dir, treeImage, treeMagic, func(data []byte) error {
-		for len(data) > 0 {
-			// The fields up to the threads are such IDs. CRIU does not pack the threads.
-			number, kind, n := protowire.ConsumeTag(data)
-			if n < 0 {
-				return protowire.ParseError(n)
-			}
-			data = data[n:]
-			const threads = 5
-			switch {
-			case kind == protowire.VarintType && number <= threads:
-				var id uint64
-				if id, n = protowire.ConsumeVarint(data); n >= 0 {
-					highest = max(highest, int(int32(id))) // -1 is the group of an ended process
-				}
-			default:
-				n = protowire.ConsumeFieldValue(number, kind, data)
-			}
-			if n < 0 {
-				return protowire.ParseError(n)
-			}
-			data = data[n:]
+		ids, err := idsOf(data)
+		for _, id := range ids {
+			highest = max(highest, id)
 		}
-		return nil
+		return err
 	})
 	return highest, err
+}
+
+// idsOf returns the IDs in an entry of a process. It leaves out the ID of a single thread: that is
+// the process ID of a process that runs, and uninitialized memory of CRIU for a zombie.
+func idsOf(entry []byte) ([]int, error) {
+	var ids, threads []int
+	for len(entry) > 0 {
+		// The fields up to the threads are such IDs. CRIU does not pack the threads.
+		number, kind, n := protowire.ConsumeTag(entry)
+		if n < 0 {
+			return nil, protowire.ParseError(n)
+		}
+		entry = entry[n:]
+		const threadIDs = 5
+		to := &ids
+		if number == threadIDs {
+			to = &threads
+		}
+		if kind == protowire.VarintType && number <= threadIDs {
+			var id uint64
+			id, n = protowire.ConsumeVarint(entry)
+			*to = append(*to, int(int32(id))) // -1 is the group of an ended process
+		} else {
+			n = protowire.ConsumeFieldValue(number, kind, entry)
+		}
+		if n < 0 {
+			return nil, protowire.ParseError(n)
+		}
+		entry = entry[n:]
+	}
+	if len(threads) > 1 {
+		ids = append(ids, threads...)
+	}
+	return ids, nil
 }

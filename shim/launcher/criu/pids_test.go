@@ -23,6 +23,7 @@ func TestHighestPID(t *testing.T) {
 		{"group", entry(3, 0, 301, 1, 3), 301},
 		{"session", entry(3, 0, 1, 302, 3), 302},
 		{"ended process", entry(304, 0, 1<<32-1, 1<<32-1, 304), 304},
+		{"zombie, whose thread CRIU leaves uninitialized", entry(305, 1, 1<<32-1, 1<<32-1, 1457904656), 305},
 		{"thread", entry(3, 0, 1, 1, 3, 303, 4), 303},
 	} {
 		t.Run(test.name, func(t *testing.T) {
