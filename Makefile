@@ -9,7 +9,7 @@ RUN ?= .
 MINUTES ?= 1
 MACHINE := $(CURDIR)/contrib/machine
 
-.PHONY: all help build unit integration test test-all lint fix guest fuzz bench demo reproducible deb rpm tarball clean
+.PHONY: all help build unit integration test test-all lint fix guest fuzz bench demo reproducible deb rpm tarball release clean
 
 all: build
 
@@ -54,6 +54,11 @@ reproducible: ## Build twice in different directories and compare the programs
 
 deb rpm tarball: ## Build packages into dist: make deb rpm tarball
 	contrib/package $@
+
+KEY ?= berth.key
+
+release: ## Build and sign a release into dist, as root: make release KEY=secret.key
+	contrib/release -key $(KEY)
 
 clean: ## Remove what was built
 	rm -rf bin dist

@@ -212,6 +212,13 @@ need_nfpm() {
 	(cd "$source" && CGO_ENABLED=0 go build -o "$nfpm" github.com/goreleaser/nfpm/v2/cmd/nfpm)
 }
 
+# built_using prints name and version of the source packages whose static libraries are linked. It
+# prints nothing where Debian's package manager is missing.
+built_using() {
+	command -v dpkg-query >/dev/null || return 0
+	dpkg-query -W -f '${source:Package} ${source:Version}\n' libc6-dev libseccomp-dev | sort
+}
+
 # has_isal succeeds if ISA-L's headers are installed.
 has_isal() { echo '#include <isa-l/igzip_lib.h>' | "${CC:-cc}" -E -x c - >/dev/null 2>&1; }
 

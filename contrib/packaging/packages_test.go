@@ -186,7 +186,8 @@ func TestDebContents(t *testing.T) {
 	compare(t, got, owned(append(want("/usr", "/usr/lib/cni", "/usr/share/zsh/vendor-completions"),
 		file{"/etc/berth/", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d/", "drwxr-xr-x", ""}, file{"/etc/berth/config.d/", "drwxr-xr-x", ""}, file{"/etc/berth/images.d/", "drwxr-xr-x", ""},
 		file{"/etc/berth/config.toml", "-rw-r--r--", ""},
-		file{"/usr/share/doc/berth/copyright", "-rw-r--r--", ""}, file{"/usr/share/doc/berth/changelog.gz", "-rw-r--r--", ""}), "root/root"))
+		file{"/usr/share/doc/berth/copyright", "-rw-r--r--", ""}, file{"/usr/share/doc/berth/changelog.gz", "-rw-r--r--", ""},
+		file{"/usr/share/doc/berth/third-party-licenses.gz", "-rw-r--r--", ""}), "root/root"))
 }
 
 func TestDebControl(t *testing.T) {
@@ -195,7 +196,7 @@ func TestDebControl(t *testing.T) {
 	run(t, "dpkg-deb", "--control", deb, dir)
 	for name, parts := range map[string][]string{
 		"conffiles": {"/etc/berth/config.toml\n"},
-		"control":   {"Package: berth\n", "Version: " + version + "\n", "Depends: libc6 (>= 2."},
+		"control":   {"Package: berth\n", "Version: " + version + "\n", "Depends: libc6 (>= 2.", "\nBuilt-Using: glibc (= ", ", libseccomp (= "},
 	} {
 		content, err := os.ReadFile(filepath.Join(dir, name))
 		for _, part := range parts {
@@ -222,7 +223,8 @@ func TestRPMContents(t *testing.T) {
 	}
 	compare(t, got, owned(append(want("/usr", "/usr/libexec/cni", "/usr/share/zsh/site-functions"),
 		file{"/etc/berth", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d", "drwxr-xr-x", ""}, file{"/etc/berth/config.d", "drwxr-xr-x", ""}, file{"/etc/berth/images.d", "drwxr-xr-x", ""}, file{"/usr/share/berth", "drwxr-xr-x", ""},
-		file{"/etc/berth/config.toml", "-rw-r--r--", ""}, file{"/usr/share/licenses/berth/LICENSE", "-rw-r--r--", ""}), "root/root"))
+		file{"/etc/berth/config.toml", "-rw-r--r--", ""}, file{"/usr/share/licenses/berth/LICENSE", "-rw-r--r--", ""},
+		file{"/usr/share/licenses/berth/third-party-licenses.gz", "-rw-r--r--", ""}), "root/root"))
 	if out := run(t, "rpm", "-q", "--nosignature", "-p", "--configfiles", rpm); out != "/etc/berth/config.toml\n" {
 		t.Errorf("configuration files: %q", out)
 	}
@@ -254,7 +256,8 @@ func TestTarballContents(t *testing.T) {
 		}
 	}
 	compare(t, got, owned(append(want("", "/libexec/cni", "/share/zsh/site-functions"),
-		file{"/share/berth/examples/config.toml", "-rw-r--r--", ""}, file{"/share/berth/LICENSE", "-rw-r--r--", ""}), "0/0"))
+		file{"/share/berth/examples/config.toml", "-rw-r--r--", ""}, file{"/share/berth/LICENSE", "-rw-r--r--", ""},
+		file{"/share/berth/third-party-licenses.gz", "-rw-r--r--", ""}), "0/0"))
 }
 
 func TestPackagesAreReproducible(t *testing.T) {
