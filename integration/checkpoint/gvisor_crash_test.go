@@ -237,7 +237,7 @@ func TestDaemonIsKilledDuringGVisorStart(t *testing.T) {
 			if first, _ := waitCounted(t, containers[0], 3); first < 2 {
 				t.Errorf("it continues with %d", first)
 			}
-			containers[0].Exec(t, "touch", "/stop")
+			containers[0].Release(t, "/stop")
 			harness.Equal(t, "exit code", containers[0].WaitExited(t).ExitCode, 42)
 			restored.Remove(t)
 		})

@@ -79,7 +79,7 @@ func TestGVisorContinues(t *testing.T) {
 		}
 		again := saveGVisor(t, restored, copied)
 		goesOn(t, copied)
-		copied.Exec(t, "touch", "/stop")
+		copied.Release(t, "/stop")
 		harness.Equal(t, "exit code", copied.WaitExited(t).ExitCode, 42)
 		next := restored.Run(t, harness.Script("echo next; exit 3"))
 		harness.Equal(t, "exit code of the next container", next.WaitExited(t).ExitCode, 3)

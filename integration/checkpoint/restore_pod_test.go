@@ -150,7 +150,7 @@ func TestRestoredPodContinues(t *testing.T) {
 		if stats.GetMemory().GetUsageBytes().GetValue() == 0 || stats.GetCpu().GetUsageCoreNanoSeconds().GetValue() == 0 {
 			t.Errorf("statistics %v", stats)
 		}
-		containers[0].Exec(t, "touch", "/stop")
+		containers[0].Release(t, "/stop")
 		harness.Equal(t, "exit code", containers[0].WaitExited(t).ExitCode, 42)
 		containers[1].Stop(t, 0)
 		harness.Equal(t, "exit code after a kill", containers[1].WaitExited(t).ExitCode, 137)
@@ -317,7 +317,7 @@ func TestRestoreAcrossDaemons(t *testing.T) {
 	d.Kill(t)
 	d.Start(t)
 	harness.Equal(t, "exec after another restart", containers[0].Exec(t, "echo", "fine"), "fine")
-	containers[0].Exec(t, "touch", "/stop")
+	containers[0].Release(t, "/stop")
 	harness.Equal(t, "exit code", containers[0].WaitExited(t).ExitCode, 42)
 	restored.Remove(t)
 	harness.Must(t, os.Rename(moved, request.CheckpointPath))

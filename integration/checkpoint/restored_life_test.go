@@ -190,7 +190,7 @@ func TestRestartInRestoredPod(t *testing.T) {
 	c.WaitOutput(t, "2\n")
 	restored, list := revive(t, pod, c)
 	waitCounted(t, list[0], 1)
-	list[0].Exec(t, "touch", "/stop")
+	list[0].Release(t, "/stop")
 	harness.Equal(t, "exit code", list[0].WaitExited(t).ExitCode, 42)
 	next := restored.Run(t, harness.Script("echo started; cat /dev/shm/file; ls /stop; sleep 100000"), func(c *runtimeapi.ContainerConfig) {
 		c.Metadata = &runtimeapi.ContainerMetadata{Name: "app", Attempt: 1}
@@ -226,7 +226,7 @@ func TestRestoreTwiceAtOnce(t *testing.T) {
 	if one.Ip(t) == two.Ip(t) || one.Ip(t) == pod.Ip(t) {
 		t.Errorf("addresses %s, %s and %s", pod.Ip(t), one.Ip(t), two.Ip(t))
 	}
-	first[0].Exec(t, "touch", "/stop")
+	first[0].Release(t, "/stop")
 	harness.Equal(t, "exit code of one", first[0].WaitExited(t).ExitCode, 42)
 	waitCounted(t, second[0], 3)
 	for _, p := range []*harness.Pod{one, two, pod} {
@@ -273,7 +273,7 @@ func TestRestoreSharedPIDNamespace(t *testing.T) {
 	}
 	harness.Equal(t, "process IDs", inside(list[0])+" "+inside(list[1]), pids)
 	harness.Equal(t, "PID namespace", machine.Namespace(t, list[0].Pid(t), "pid"), machine.Namespace(t, restored.PausePID(t), "pid"))
-	list[1].Exec(t, "touch", "/stop")
+	list[1].Release(t, "/stop")
 	harness.Equal(t, "exit code", list[1].WaitExited(t).ExitCode, 42)
 	list[0].Stop(t, 0)
 	harness.Equal(t, "exit code after a kill", list[0].WaitExited(t).ExitCode, 137)
