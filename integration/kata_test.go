@@ -119,10 +119,16 @@ func TestShimKata(t *testing.T) {
 		harness.Equal(t, "memory limit", kataMemoryLimit(t, c), "134217728")
 	})
 	t.Run("statistics", func(t *testing.T) {
+		c := pod.Run(t, harness.Script("i=0; while :; do i=$((i+1)); done"))
 		stats := harness.Get(d.Cri.PodSandboxStats(t.Context(), pod.Id))(t)
 		if stats.GetLinux().GetMemory().GetWorkingSetBytes().GetValue() == 0 {
 			t.Errorf("no memory in %v", stats)
 		}
+		harness.EventuallyGot(t, "the container has usage", func() (bool, any) {
+			stats := harness.Get(d.Cri.ContainerStats(t.Context(), c.Id))(t)
+			return stats.GetMemory().GetWorkingSetBytes().GetValue() > 0 && stats.GetCpu().GetUsageCoreNanoSeconds().GetValue() > 0, stats
+		})
+		c.Stop(t, 0)
 	})
 	t.Run("network", func(t *testing.T) {
 		harness.Equal(t, "address", pod.Run(t).Exec(t, "hostname", "-i"), pod.Ip(t))

@@ -277,7 +277,7 @@ func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userN
 	path, args := h.config.Program()
 	return &Runtime{
 		Runtime: ociruntime.Runtime{Path: path, Args: args, Root: root,
-			SystemdCgroup: systemdCgroup, Sandboxed: can.Sandboxed, TaskAPI: h.config.Task != "", SubCgroups: can.SubCgroups,
+			SystemdCgroup: systemdCgroup, Sandboxed: can.Sandboxed, Measures: can.Measures, TaskAPI: h.config.Task != "", SubCgroups: can.SubCgroups,
 			Version: can.Version},
 		RecursiveReadOnly: can.RecursiveReadOnly, IDMappedMounts: can.UserNamespaces, CgroupNamespaces: can.CgroupNamespaces,
 		Annotations: h.config.Annotations, WithoutHostDevices: h.config.WithoutHostDevices,

@@ -16,8 +16,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/internal/cgstats"
 	"berth/internal/diskusage"
 	"berth/sandbox/state"
+	"berth/shim/ociruntime"
 )
 
 // Sample is the result of sampling a container. It is immutable.
@@ -26,7 +28,8 @@ type Sample struct {
 	Mountpoint string          // of the writable layer's filesystem
 	Layer      diskusage.Usage // size of the writable layer
 
-	Processes *Processes // nil if the container did not run
+	Processes *Processes      // nil if the container did not run
+	Usage     *cgstats.Sample // by the container's runtime; nil: unknown
 
 	usedCPU string    // CPU time of the pod before sampling; empty: sample again
 	seen    time.Time // when the files were counted; At is later if the pod has been idle since
@@ -54,6 +57,10 @@ type Target struct {
 	// Location of its processes. Init is 0 if no process is visible to the node.
 	CgroupsPath string
 	Init        int // PID
+
+	// Usage asks the runtime for the usage of a running container whose processes the node does not
+	// see. nil: the node sees them.
+	Usage func(context.Context) (ociruntime.Usage, error)
 }
 
 // SamplerConfig configures a Sampler.
@@ -247,9 +254,32 @@ func (c *Sampler) sample(ctx context.Context, s *Target) error {
 	if s.Init != 0 {
 		counted.Processes, err = countProcesses(ctx, c.cfg.Node, s.CgroupsPath, s.Init)
 	}
+	if s.Usage != nil {
+		counted.Usage, err = askRuntime(ctx, s)
+	}
 	if err != nil {
 		counted.usedCPU = ""
 	}
 	s.State.last.Store(counted)
 	return err
+}
+
+// usageTimeout limits how long a runtime may take to tell the usage of a container. One that hangs
+// must not delay the samples of other containers much.
+const usageTimeout = 2 * time.Second
+
+// askRuntime returns the usage of a container whose processes the node does not see.
+func askRuntime(ctx context.Context, s *Target) (*cgstats.Sample, error) {
+	ctx, cancel := context.WithTimeout(ctx, usageTimeout)
+	defer cancel()
+	used, err := s.Usage(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("usage of the container: %w", err)
+	}
+	cpu, memory, raw := used.CPU.Usage, used.Memory.Usage, used.Memory.Raw
+	u := &cgstats.Sample{At: time.Now(), Tasks: used.Pids.Current, TasksKnown: true}
+	u.CPU = cgstats.CPU{Known: true, Usage: cpu.Total, TimesKnown: true, User: cpu.User, System: cpu.Kernel}
+	u.Memory = cgstats.Memory{Known: true, Usage: memory.Usage, Limit: cgstats.LimitOf(cmp.Or(memory.Limit, cgstats.Unlimited)),
+		RSS: raw["anon"], InactiveFile: raw["inactive_file"], PageFaults: raw["pgfault"], MajorPageFaults: raw["pgmajfault"]}
+	return u, nil
 }

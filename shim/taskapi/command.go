@@ -115,6 +115,7 @@ func (c *command) parse() error {
 	options.IntVar(&c.processID, "pgid", 0, "")
 	options.String("resources", "", "")
 	options.Bool("force", false, "")
+	options.Bool("stats", false, "")
 	options.Bool("detach", false, "")
 	err := options.Parse(c.args[1:])
 	c.args = options.Args()
@@ -145,6 +146,8 @@ func (c *command) execute(name string) (code int, err error) {
 		return c.attend(ctx, id)
 	case "state":
 		return 0, c.state(ctx, id)
+	case "events":
+		return 0, c.usage(ctx, id)
 	case "update":
 		return 0, c.update(ctx, id)
 	case "kill":

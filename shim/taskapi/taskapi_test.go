@@ -8,6 +8,8 @@ import (
 	"sync/atomic"
 	"testing"
 
+	cgroup1 "github.com/containerd/cgroups/v3/cgroup1/stats"
+	cgroup2 "github.com/containerd/cgroups/v3/cgroup2/stats"
 	bootapi "github.com/containerd/containerd/api/runtime/bootstrap/v1"
 	task2 "github.com/containerd/containerd/api/runtime/task/v2"
 	task3 "github.com/containerd/containerd/api/runtime/task/v3"
@@ -16,6 +18,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/types/known/anypb"
 
 	"berth/internal/testutil"
 )
@@ -136,6 +139,28 @@ func TestOptions(t *testing.T) {
 		if name := string(tc.want.ProtoReflect().Descriptor().FullName()); got.TypeUrl != name || !proto.Equal(message, tc.want) {
 			t.Errorf("%s %q gets %s %v, want %s %v", tc.shim, tc.options, got.TypeUrl, message, name, tc.want)
 		}
+	}
+}
+
+// Shims measure in the form of the cgroups that they see.
+func TestUsageOf(t *testing.T) {
+	for _, metrics := range []proto.Message{
+		&cgroup1.Metrics{CPU: &cgroup1.CPUStat{Usage: &cgroup1.CPUUsage{Total: 3000, Kernel: 1000, User: 2000}},
+			Memory: &cgroup1.MemoryStat{TotalInactiveFile: 5, Usage: &cgroup1.MemoryEntry{Usage: 7, Limit: 9}},
+			Pids:   &cgroup1.PidsStat{Current: 4}},
+		&cgroup2.Metrics{CPU: &cgroup2.CPUStat{UsageUsec: 3, SystemUsec: 1, UserUsec: 2},
+			Memory: &cgroup2.MemoryStat{InactiveFile: 5, Usage: 7, UsageLimit: 9}, Pids: &cgroup2.PidsStat{Current: 4}},
+	} {
+		stats, err := anypb.New(metrics)
+		testutil.Must(t, err)
+		u, err := usageOf(stats)
+		if err != nil || u.CPU.Usage.Total != 3000 || u.CPU.Usage.Kernel != 1000 || u.CPU.Usage.User != 2000 ||
+			u.Memory.Usage.Usage != 7 || u.Memory.Usage.Limit != 9 || u.Memory.Raw["inactive_file"] != 5 || u.Pids.Current != 4 {
+			t.Errorf("%s: %+v, %v", stats.TypeUrl, u, err)
+		}
+	}
+	if _, err := usageOf(&anypb.Any{TypeUrl: "example/Other"}); err == nil || !strings.Contains(err.Error(), "example/Other") {
+		t.Errorf("another type: %v", err)
 	}
 }
 
