@@ -110,6 +110,7 @@ func TestShimKata(t *testing.T) {
 		c := pod.Create(t, harness.Command("/no/such/program"))
 		harness.WantCode(t, d.Cri.StartContainer(t.Context(), c.Id), codes.InvalidArgument, "/no/such/program")
 	})
+	t.Run("OOM", func(t *testing.T) { testOOMReason(t, pod) })
 	t.Run("long output", func(t *testing.T) { testLongOutput(t, pod) })
 	t.Run("kill", func(t *testing.T) { testKill(t, pod) })
 	t.Run("update", func(t *testing.T) {

@@ -275,6 +275,9 @@ func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userN
 			h.name, h.config.Path)
 	}
 	path, args := h.config.Program()
+	if can.Measures {
+		args = append(args, "--watch")
+	}
 	return &Runtime{
 		Runtime: ociruntime.Runtime{Path: path, Args: args, Root: root,
 			SystemdCgroup: systemdCgroup, Sandboxed: can.Sandboxed, Measures: can.Measures, TaskAPI: h.config.Task != "", SubCgroups: can.SubCgroups,

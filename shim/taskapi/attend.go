@@ -46,7 +46,8 @@ func (c *command) runTask(ctx context.Context, id string) error {
 	}
 	code := c.awaitExit(ctx, a)
 	a.finish()
-	_, err = fmt.Fprintf(os.NewFile(verdictFD, "verdict"), `{"id": %q, "exitStatus": %d}`+"\n", id, code)
+	_, err = fmt.Fprintf(os.NewFile(verdictFD, "verdict"), `{"id": %q, "exitStatus": %d, "oomKilled": %t}`+"\n",
+		id, code, c.oomKilled(id, code))
 	return err
 }
 

@@ -104,12 +104,13 @@ func (c *command) delete(ctx context.Context, id string) (err error) {
 
 // exists returns whether the pod has a shim, or the task a directory.
 func (c *command) exists(id string) bool {
-	for _, path := range []string{c.recordPath(), c.taskDir(id)} {
-		if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
-			return true
-		}
-	}
-	return false
+	return exists(c.recordPath()) || exists(c.taskDir(id))
+}
+
+// exists returns whether a file certainly or possibly exists.
+func exists(path string) bool {
+	_, err := os.Lstat(path)
+	return !errors.Is(err, fs.ErrNotExist)
 }
 
 // removeIdle removes the lock of a pod that has no shim any more.
@@ -127,8 +128,8 @@ func (c *command) removeIdle() error {
 }
 
 // tasks returns the IDs of the pod's tasks.
-func (c *command) tasks() (ids []string, err error) {
-	found, err := filepath.Glob(filepath.Join(c.dir, "*", "task.json"))
+func (p *pod) tasks() (ids []string, err error) {
+	found, err := filepath.Glob(filepath.Join(p.dir, "*", "task.json"))
 	for _, path := range found {
 		ids = append(ids, filepath.Base(filepath.Dir(path)))
 	}

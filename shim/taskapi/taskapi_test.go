@@ -13,6 +13,8 @@ import (
 	bootapi "github.com/containerd/containerd/api/runtime/bootstrap/v1"
 	task2 "github.com/containerd/containerd/api/runtime/task/v2"
 	task3 "github.com/containerd/containerd/api/runtime/task/v3"
+	events "github.com/containerd/containerd/api/services/ttrpc/events/v1"
+	"github.com/containerd/containerd/api/types"
 	runcoptions "github.com/containerd/containerd/api/types/runc/options"
 	runtimeoptions "github.com/containerd/containerd/api/types/runtimeoptions/v1"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -161,6 +163,36 @@ func TestUsageOf(t *testing.T) {
 	}
 	if _, err := usageOf(&anypb.Any{TypeUrl: "example/Other"}); err == nil || !strings.Contains(err.Error(), "example/Other") {
 		t.Errorf("another type: %v", err)
+	}
+}
+
+// The guest of a virtual machine chooses the IDs in some events.
+func TestForward(t *testing.T) {
+	p := pod{dir: t.TempDir()}
+	testutil.Must(t, os.Mkdir(p.taskDir("app"), 0o700))
+	testutil.Must(t, os.WriteFile(filepath.Join(p.taskDir("app"), "task.json"), nil, 0o600))
+	testutil.Must(t, os.Mkdir(filepath.Join(p.dir, "other"), 0o700))
+	for _, tc := range []struct {
+		topic, container, process string
+		want                      string // the new file
+	}{
+		{"/tasks/start", "app", "", ""},
+		{"/tasks/exit", "app", "exec-1", ""},
+		{"/tasks/oom", "../app", "", ""},
+		{"/tasks/oom", "other", "", ""},
+		{"/tasks/oom", "app", "", "oom"},
+		{"/tasks/exit", "app", "app", "exit"},
+	} {
+		event, err := proto.Marshal(&task3.WaitRequest{ID: tc.container, ExecID: tc.process})
+		testutil.Must(t, err)
+		_, err = p.Forward(t.Context(), &events.ForwardRequest{
+			Envelope: &types.Envelope{Topic: tc.topic, Event: &anypb.Any{Value: event}}})
+		testutil.Must(t, err)
+		files, err := filepath.Glob(p.dir + "/*/[oe]*")
+		testutil.Must(t, err)
+		if got := strings.Join(files, " "); tc.want == "" && got != "" || tc.want != "" && !exists(filepath.Join(p.taskDir("app"), tc.want)) {
+			t.Errorf("%+v: %q", tc, got)
+		}
 	}
 }
 
