@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -194,8 +195,17 @@ func endTask(ctx context.Context, shim *client, id string, s *streams) error {
 		return err
 	}
 	defer stop()
-	if err := shim.delete(ctx, id, ""); err != nil && !isGone(err) {
-		return err
+	for begin := time.Now(); ; time.Sleep(deletePause) {
+		err := shim.delete(ctx, id, "")
+		switch {
+		case err == nil || isGone(err):
+			return nil
+		case errors.Is(err, errUnanswered) || time.Since(begin) >= endTimeout:
+			return err
+		}
 	}
-	return nil
 }
+
+// deletePause is the time between two deletes. Kata's shim refuses a delete for a moment after it
+// has told the exit.
+const deletePause = 20 * time.Millisecond
