@@ -15,7 +15,6 @@ import (
 	"berth/oci"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
-	"berth/shim/ociruntime"
 )
 
 // meters measure pods and containers. They implement stats.Meters.
@@ -126,7 +125,7 @@ func (s *meters) targets(yield func(stats.Target) bool) {
 		case !p.Sandboxed():
 			t.Init = run.PID
 		case p.Runtime.Measures && !run.HasEnded():
-			t.Usage = func(ctx context.Context) (ociruntime.Usage, error) { return p.Runtime.Usage(ctx, id) }
+			t.Usage = func(ctx context.Context) ([]byte, error) { return p.Runtime.Usage(ctx, id) }
 		}
 		if !yield(t) {
 			return

@@ -35,16 +35,10 @@ func parseLimit(b []byte) (v uint64, ok bool) {
 	if string(b) == "max" || string(b) == "-1" {
 		return Unlimited, true
 	}
-	v, ok = parseUint(b)
-	return LimitOf(v), ok
-}
-
-// LimitOf returns a limit, or Unlimited for the numbers by which the kernel means that.
-func LimitOf(v uint64) uint64 {
-	if v >= unlimitedFrom {
-		return Unlimited
+	if v, ok = parseUint(b); ok && v >= unlimitedFrom {
+		return Unlimited, true
 	}
-	return v
+	return v, ok
 }
 
 var newline = []byte("\n")

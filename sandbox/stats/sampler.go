@@ -3,6 +3,7 @@ package stats
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"fmt"
 	"iter"
 	"log/slog"
@@ -19,7 +20,6 @@ import (
 	"berth/internal/cgstats"
 	"berth/internal/diskusage"
 	"berth/sandbox/state"
-	"berth/shim/ociruntime"
 )
 
 // Sample is the result of sampling a container. It is immutable.
@@ -58,9 +58,9 @@ type Target struct {
 	CgroupsPath string
 	Init        int // PID
 
-	// Usage asks the runtime for the usage of a running container whose processes the node does not
-	// see. nil: the node sees them.
-	Usage func(context.Context) (ociruntime.Usage, error)
+	// Usage asks the runtime for a cgstats.Sample in JSON of a running container whose processes the
+	// node does not see. nil: the node sees them.
+	Usage func(context.Context) ([]byte, error)
 }
 
 // SamplerConfig configures a Sampler.
@@ -276,10 +276,9 @@ func askRuntime(ctx context.Context, s *Target) (*cgstats.Sample, error) {
 	if err != nil {
 		return nil, fmt.Errorf("usage of the container: %w", err)
 	}
-	cpu, memory, raw := used.CPU.Usage, used.Memory.Usage, used.Memory.Raw
-	u := &cgstats.Sample{At: time.Now(), Tasks: used.Pids.Current, TasksKnown: true}
-	u.CPU = cgstats.CPU{Known: true, Usage: cpu.Total, TimesKnown: true, User: cpu.User, System: cpu.Kernel}
-	u.Memory = cgstats.Memory{Known: true, Usage: memory.Usage, Limit: cgstats.LimitOf(cmp.Or(memory.Limit, cgstats.Unlimited)),
-		RSS: raw["anon"], InactiveFile: raw["inactive_file"], PageFaults: raw["pgfault"], MajorPageFaults: raw["pgmajfault"]}
-	return u, nil
+	var u cgstats.Sample
+	if err := json.Unmarshal(used, &u); err != nil {
+		return nil, fmt.Errorf("usage of the container: %w", err)
+	}
+	return &u, nil
 }

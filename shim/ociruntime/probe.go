@@ -27,7 +27,7 @@ type Capabilities struct {
 }
 
 // MeasuresHelp is what berth-task says of a shim that Measures.
-const MeasuresHelp = "events --stats"
+const MeasuresHelp = "usage - of a container"
 
 // Probe detects a runtime's capabilities. The error wraps fs.ErrNotExist or fs.ErrPermission if
 // there is no such program.
@@ -81,6 +81,11 @@ func (r *Runtime) output(ctx context.Context, args ...string) ([]byte, error) {
 	cmd.Stdout = &out
 	err := r.call(cmd, args[0])
 	return out.Bytes(), err
+}
+
+// Usage returns the usage of a container of a runtime that Measures: a cgstats.Sample in JSON.
+func (r *Runtime) Usage(ctx context.Context, id string) ([]byte, error) {
+	return r.output(ctx, "usage", id)
 }
 
 func firstLine(text []byte) string {

@@ -118,7 +118,6 @@ func (c *command) parse() error {
 	options.IntVar(&c.processID, "pgid", 0, "")
 	options.String("resources", "", "")
 	options.Bool("force", false, "")
-	options.Bool("stats", false, "")
 	options.Bool("detach", false, "")
 	err := options.Parse(c.args[1:])
 	c.args = options.Args()
@@ -151,7 +150,7 @@ func (c *command) execute(name string) (code int, err error) {
 		return 0, c.watch(ctx)
 	case "state":
 		return 0, c.state(ctx, id)
-	case "events":
+	case "usage":
 		return 0, c.usage(ctx, id)
 	case "update":
 		return 0, c.update(ctx, id)

@@ -156,8 +156,8 @@ func TestUsageOf(t *testing.T) {
 		stats, err := anypb.New(metrics)
 		testutil.Must(t, err)
 		u, err := usageOf(stats)
-		if err != nil || u.CPU.Usage.Total != 3000 || u.CPU.Usage.Kernel != 1000 || u.CPU.Usage.User != 2000 ||
-			u.Memory.Usage.Usage != 7 || u.Memory.Usage.Limit != 9 || u.Memory.Raw["inactive_file"] != 5 || u.Pids.Current != 4 {
+		if err != nil || u.CPU.Usage != 3000 || u.CPU.System != 1000 || u.CPU.User != 2000 ||
+			u.Memory.Usage != 7 || u.Memory.Limit != 9 || u.Memory.WorkingSet() != 2 || u.Tasks != 4 {
 			t.Errorf("%s: %+v, %v", stats.TypeUrl, u, err)
 		}
 	}

@@ -5,17 +5,19 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"os"
+	"time"
 
 	cgroup1 "github.com/containerd/cgroups/v3/cgroup1/stats"
 	cgroup2 "github.com/containerd/cgroups/v3/cgroup2/stats"
 	task "github.com/containerd/containerd/api/runtime/task/v3"
 	"google.golang.org/protobuf/types/known/anypb"
 
-	"berth/shim/ociruntime"
+	"berth/internal/cgstats"
 )
 
-// usage prints the resource usage of a task like runc's command events --stats.
+// usage prints the resource usage of a task.
 func (c *command) usage(ctx context.Context, id string) (err error) {
 	shim, _, err := c.connect(ctx)
 	if err != nil {
@@ -30,33 +32,37 @@ func (c *command) usage(ctx context.Context, id string) (err error) {
 	if err != nil {
 		return err
 	}
-	return json.NewEncoder(os.Stdout).Encode(map[string]any{"type": "stats", "id": id, "data": used})
+	return json.NewEncoder(os.Stdout).Encode(used)
 }
 
 // usageOf converts what a shim has measured, in the form of one of the two versions of cgroups.
-func usageOf(stats *anypb.Any) (u ociruntime.Usage, err error) {
+func usageOf(stats *anypb.Any) (u cgstats.Sample, err error) {
 	var v1 cgroup1.Metrics
 	var v2 cgroup2.Metrics
-	cpu, memory := &u.CPU.Usage, &u.Memory.Usage
+	u = cgstats.Sample{At: time.Now(), CPU: cgstats.CPU{Known: true, TimesKnown: true},
+		Memory: cgstats.Memory{Known: true, SwapLimit: cgstats.Unlimited}, TasksKnown: true}
 	switch {
 	case stats.MessageIs(&v1):
 		err = stats.UnmarshalTo(&v1)
-		from, m := v1.GetCPU().GetUsage(), v1.GetMemory()
-		cpu.Total, cpu.Kernel, cpu.User = from.GetTotal(), from.GetKernel(), from.GetUser()
-		memory.Usage, memory.Limit = m.GetUsage().GetUsage(), m.GetUsage().GetLimit()
-		u.Memory.Raw = map[string]uint64{"inactive_file": m.GetTotalInactiveFile(), "anon": m.GetTotalRSS(),
-			"pgfault": m.GetTotalPgFault(), "pgmajfault": m.GetTotalPgMajFault()}
-		u.Pids.Current = v1.GetPids().GetCurrent()
+		used, m := v1.GetCPU().GetUsage(), v1.GetMemory()
+		u.CPU.Usage, u.CPU.System, u.CPU.User = used.GetTotal(), used.GetKernel(), used.GetUser()
+		u.Memory.Usage, u.Memory.Limit = m.GetUsage().GetUsage(), m.GetUsage().GetLimit()
+		u.Memory.InactiveFile, u.Memory.RSS = m.GetTotalInactiveFile(), m.GetTotalRSS()
+		u.Memory.PageFaults, u.Memory.MajorPageFaults = m.GetTotalPgFault(), m.GetTotalPgMajFault()
+		u.Tasks = v1.GetPids().GetCurrent()
 	case stats.MessageIs(&v2):
 		err = stats.UnmarshalTo(&v2)
-		from, m := v2.GetCPU(), v2.GetMemory()
-		cpu.Total, cpu.Kernel, cpu.User = 1000*from.GetUsageUsec(), 1000*from.GetSystemUsec(), 1000*from.GetUserUsec()
-		memory.Usage, memory.Limit = m.GetUsage(), m.GetUsageLimit()
-		u.Memory.Raw = map[string]uint64{"inactive_file": m.GetInactiveFile(), "anon": m.GetAnon(),
-			"pgfault": m.GetPgfault(), "pgmajfault": m.GetPgmajfault()}
-		u.Pids.Current = v2.GetPids().GetCurrent()
+		used, m := v2.GetCPU(), v2.GetMemory()
+		u.CPU.Usage, u.CPU.System, u.CPU.User = 1000*used.GetUsageUsec(), 1000*used.GetSystemUsec(), 1000*used.GetUserUsec()
+		u.Memory.Usage, u.Memory.Limit = m.GetUsage(), m.GetUsageLimit()
+		u.Memory.InactiveFile, u.Memory.RSS = m.GetInactiveFile(), m.GetAnon()
+		u.Memory.PageFaults, u.Memory.MajorPageFaults = m.GetPgfault(), m.GetPgmajfault()
+		u.Tasks = v2.GetPids().GetCurrent()
 	default:
 		err = fmt.Errorf("statistics of the unknown type %q", stats.GetTypeUrl())
+	}
+	if u.Memory.Limit == 0 || u.Memory.Limit > math.MaxInt64/2 { // the kernel's largest numbers of pages
+		u.Memory.Limit = cgstats.Unlimited
 	}
 	return u, err
 }
