@@ -275,8 +275,11 @@ func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userN
 			h.name, h.config.Path)
 	}
 	path, args := h.config.Program()
-	if can.Measures {
+	switch {
+	case can.Measures:
 		args = append(args, "--watch")
+	case h.config.Task != "" && !can.Sandboxed:
+		args = append(args, "--visible")
 	}
 	return &Runtime{
 		Runtime: ociruntime.Runtime{Path: path, Args: args, Root: root,

@@ -23,7 +23,8 @@ const (
 const (
 	listenFD  = 3 // watch: the socket for events
 	verdictFD = 3 // run: it receives the exit
-	startedFD = 4 // it receives "ok" when the process has started
+	startedFD = 4 // run: it receives "ok" when the process has started
+	attendFD  = 3 // attend: it receives "ok", or an error
 )
 
 // killed is the exit code of a container whose shim was lost.
@@ -34,6 +35,7 @@ type command struct {
 	pod
 	systemdCgroup bool
 	watches       bool     // somebody receives the shim's events
+	visible       bool     // the node sees the processes of containers
 	args          []string // after the global options
 	global        []string // for a copy of this program
 
@@ -78,6 +80,7 @@ func run(args []string) (log string, code int, err error) {
 	global.StringVar(&c.path, "shim", "", "")
 	global.Func("option", "", func(text string) error { options = append(options, text); return nil })
 	global.StringVar(&c.dir, "root", "", "")
+	global.BoolVar(&c.visible, "visible", false, "")
 	global.BoolVar(&c.watches, "watch", false, "")
 	global.BoolVar(&c.systemdCgroup, "systemd-cgroup", false, "")
 	global.StringVar(&log, "log", "", "")

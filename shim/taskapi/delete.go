@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
+	"berth/internal/pidfd"
 )
 
 // kill sends a signal. A shim that hangs is killed itself, and its pod with it.
@@ -32,7 +33,8 @@ func (c *command) kill(ctx context.Context, id string) (err error) {
 	shim, r, err := c.connect(ctx)
 	if err == nil {
 		defer func() { err = errors.Join(err, shim.close()) }()
-		err = shim.kill(ctx, id, process, uint32(number), false)
+		err = c.killTree(r, id, process)
+		err = errors.Join(err, shim.kill(ctx, id, process, uint32(number), false))
 	}
 	switch {
 	case err == nil:
@@ -44,6 +46,30 @@ func (c *command) kill(ctx context.Context, id string) (err error) {
 		return errors.Join(c.killShim(ctx, r), c.deleteByProgram(ctx, id))
 	}
 	return err
+}
+
+// execPIDPath is a file with the PID of the process of an exec, if the node sees it.
+func (p *pod) execPIDPath(id, exec string) string { return filepath.Join(p.taskDir(id), exec, "pid") }
+
+// killTree kills the process of an exec and its descendants, if the node sees them. A shim kills
+// the process only.
+func (p *pod) killTree(r record, id, exec string) error {
+	pid, err := readJSON[int](p.execPIDPath(id, exec))
+	if err != nil || exec == "" {
+		return nil // the node does not see it
+	}
+	process, err := pidfd.Open(pid)
+	if errors.Is(err, os.ErrProcessDone) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer process.Close()
+	if !pidfd.IsChild(pid, r.PID) { // the PID was used again
+		return nil
+	}
+	return pidfd.KillTree(pid, process)
 }
 
 // maxDeletes is how often the shim's command delete is called for a task. After a half-done delete
