@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -111,6 +112,27 @@ func TestRuntime(t *testing.T) {
 	write(t, path, capable)
 	if r, err := h.Runtime(t.Context(), "/state", true, true); err != nil || !r.IDMappedMounts {
 		t.Errorf("capable binary with a user namespace: %+v, %v", r, err)
+	}
+}
+
+// berth-task learns whether the node sees the processes of a shim's containers. gVisor's shim says
+// neither.
+func TestArgumentsOfTask(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "task")
+	for help, want := range map[string]string{
+		"exit 1":               "--visible",
+		"echo wait - included": "",
+		"echo wait - included; echo usage - of a container": "--watch",
+	} {
+		write(t, path, "#!/bin/sh\nshift 2\ncase $1 in help) "+help+" ;; features) echo '{}' ;; esac\n")
+		h, err := open(t, map[string]Config{"capable": {Path: path, Task: path}}, host.Facts{}).Find("")
+		testutil.Must(t, err)
+		r, err := h.Runtime(t.Context(), "/state", false, false)
+		testutil.Must(t, err)
+		if got := strings.TrimSpace(strings.Join(r.Args, " ")); got != strings.TrimSpace("--shim "+path+" "+want) {
+			t.Errorf("%s: arguments %q, want %q", help, got, want)
+		}
 	}
 }
 
