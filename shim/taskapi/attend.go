@@ -142,11 +142,19 @@ func (c *command) endLost(ctx context.Context, id string) error {
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
-	if err != nil || r.Sandbox == id || !c.isLost(r) {
+	if err != nil || r.Sandbox == id {
 		return err
+	}
+	for limit := time.Now().Add(lostTimeout); !c.isLost(r); time.Sleep(reconnectPause) {
+		if time.Now().After(limit) {
+			return nil
+		}
 	}
 	return c.delete(ctx, r.Sandbox)
 }
+
+// lostTimeout is how long the end of a shim may take after its socket has closed.
+const lostTimeout = 2 * time.Second
 
 const execPrefix = "exec-"
 

@@ -240,10 +240,12 @@ func (p *pod) isLost(r record) bool {
 		return true
 	}
 	process, err := pidfd.OpenVerified(r.PID, r.StartTime)
-	if err == nil {
-		_ = process.Close() // nothing was written
+	if err != nil {
+		return errors.Is(err, os.ErrProcessDone)
 	}
-	return errors.Is(err, os.ErrProcessDone)
+	defer process.Close()
+	ended, err := pidfd.Ended(process)
+	return err == nil && ended
 }
 
 func (p *pod) answered() error {
