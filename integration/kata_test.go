@@ -200,6 +200,7 @@ func TestShimKataHangs(t *testing.T) {
 			stopRepeatedly(t, d, pod)
 			harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
 			removeKata(t, pod, kataDirs[:2]) // a killed shim leaves an empty directory in the third
+			harness.Must(t, os.RemoveAll(kataDirs[2]))
 			h.stop(t) // nobody could ask it to stop the virtual machine
 		})
 	}
