@@ -69,8 +69,8 @@ func (s *meters) PodMeter(id string) (measured *stats.PodMeter, cgroup string) {
 }
 
 // openContainer opens the meter of a container's cgroup. For a container of a sandboxing runtime it
-// is empty, because all processes are in the pause's cgroup. Zeros would look like measurements. The
-// sampler asks the runtime if that Measures.
+// is empty, because all processes are in the pause's cgroup. Zeros would look like measurements.
+// The sampler asks the runtime if that Measures.
 func (s *meters) openContainer(c *container) *stats.ContainerMeter {
 	p, known := s.objects.pods.Get(c.PodID)
 	if known && p.Sandboxed() {

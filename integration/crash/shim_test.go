@@ -47,8 +47,8 @@ type shimOperation struct {
 	execs bool
 	// launches: a launcher does most of the operation.
 	launches bool
-	// limited: the operation may end before it reaches a point. It times out, or another one has done
-	// a part of it.
+	// limited: the operation may end before it reaches a point. It times out, or another one has
+	// done a part of it.
 	limited bool
 	// criuRuns are the launcher's first and last point while CRIU runs. CRIU is killed, too. Empty:
 	// the operation does not use it.

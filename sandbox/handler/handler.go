@@ -283,8 +283,8 @@ func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userN
 	}
 	return &Runtime{
 		Runtime: ociruntime.Runtime{Path: path, Args: args, Root: root,
-			SystemdCgroup: systemdCgroup, Sandboxed: can.Sandboxed, Measures: can.Measures, TaskAPI: h.config.Task != "", SubCgroups: can.SubCgroups,
-			Version: can.Version},
+			SystemdCgroup: systemdCgroup, Sandboxed: can.Sandboxed, Measures: can.Measures,
+			TaskAPI: h.config.Task != "", SubCgroups: can.SubCgroups, Version: can.Version},
 		RecursiveReadOnly: can.RecursiveReadOnly, IDMappedMounts: can.UserNamespaces, CgroupNamespaces: can.CgroupNamespaces,
 		Annotations: h.config.Annotations, WithoutHostDevices: h.config.WithoutHostDevices,
 	}, nil

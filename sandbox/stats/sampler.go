@@ -58,8 +58,8 @@ type Target struct {
 	CgroupsPath string
 	Init        int // PID
 
-	// Usage asks the runtime for a cgstats.Sample in JSON of a running container whose processes the
-	// node does not see. nil: the node sees them.
+	// Usage asks the runtime for a cgstats.Sample in JSON of a running container whose processes
+	// the node does not see. nil: the node sees them.
 	Usage func(context.Context) ([]byte, error)
 }
 

@@ -45,8 +45,8 @@ func (p *program) command(ctx context.Context, id, bundle string, args ...string
 }
 
 // start starts the shim of a sandbox. It returns the address of its socket and the version of its
-// task service. The shim inherits this process's cgroup and mount namespace. It sends its events to the
-// socket events; empty: to nobody.
+// task service. The shim inherits this process's cgroup and mount namespace. It sends its events to
+// the socket events; empty: to nobody.
 func (p *program) start(ctx context.Context, id, bundle, events string) (address string, version int32, err error) {
 	dir := socketDir
 	params := &bootapi.BootstrapParams{

@@ -73,7 +73,7 @@ func (c *command) watch(ctx context.Context) error {
 		return err
 	}
 	events.RegisterTTRPCEventsService(server, &c.pod)
-	go server.Serve(ctx, listener) // until this process ends
+	go func() { _ = server.Serve(ctx, listener) }() // until this process ends
 	for ; ; time.Sleep(watchPause) {
 		r, err := c.readRecord()
 		if err != nil {

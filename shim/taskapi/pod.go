@@ -201,7 +201,8 @@ func (p *pod) endShim(ctx context.Context, r record) error {
 	if err := p.killShim(ctx, r); err != nil {
 		return err
 	}
-	err := errors.Join(removeSocket(strings.TrimPrefix(r.Address, "unix://")), removeSocket(r.eventSocket()), p.answered())
+	socket := strings.TrimPrefix(r.Address, "unix://")
+	err := errors.Join(removeSocket(socket), removeSocket(r.eventSocket()), p.answered())
 	if err != nil {
 		return err
 	}

@@ -53,7 +53,8 @@ func usageOf(stats *anypb.Any) (u cgstats.Sample, err error) {
 	case stats.MessageIs(&v2):
 		err = stats.UnmarshalTo(&v2)
 		used, m := v2.GetCPU(), v2.GetMemory()
-		u.CPU.Usage, u.CPU.System, u.CPU.User = 1000*used.GetUsageUsec(), 1000*used.GetSystemUsec(), 1000*used.GetUserUsec()
+		u.CPU.Usage = 1000 * used.GetUsageUsec()
+		u.CPU.System, u.CPU.User = 1000*used.GetSystemUsec(), 1000*used.GetUserUsec()
 		u.Memory.Usage, u.Memory.Limit = m.GetUsage(), m.GetUsageLimit()
 		u.Memory.InactiveFile, u.Memory.RSS = m.GetInactiveFile(), m.GetAnon()
 		u.Memory.PageFaults, u.Memory.MajorPageFaults = m.GetPgfault(), m.GetPgmajfault()
