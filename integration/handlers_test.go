@@ -201,7 +201,8 @@ func TestNodeDefaults(t *testing.T) {
 		`container.default_ulimits = ["nofile=100:200", "core=0"]`,
 		fmt.Sprintf(`container.seccomp_profile = %q`, profile),
 		`container.pause_cpus = "0"`,
-	), harness.WithHandler("crun", harness.Crun(t)), harness.WithConfig(`annotations = ["run.oci.*"]`))
+	), harness.WithHandler("crun", harness.Crun(t)), harness.WithConfig(
+		`pod_annotations = ["run.oci.pod"]`, `container_annotations = ["run.oci.container"]`))
 	pod := d.RunPod(t, harness.HostNetwork)
 	harness.Equal(t, "CPUs of the pause", machine.StatusField(t, pod.PausePID(t), "Cpus_allowed_list"), "0")
 	c := pod.Run(t, harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
@@ -212,8 +213,12 @@ func TestNodeDefaults(t *testing.T) {
 	if _, stderr, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"mkdir", "/tmp/x"}, 0); harness.ExitCode(err) != 1 {
 		t.Errorf("mkdir under the node's profile: %v %s", err, stderr)
 	}
-	other := runPodWith(t, d, "crun", harness.HostNetwork, func(c *runtimeapi.PodSandboxConfig) { c.Annotations["run.oci.pod"] = "1" })
-	in := other.Run(t, func(c *runtimeapi.ContainerConfig) { c.Annotations["run.oci.container"], c.Annotations["a"] = "2", "3" })
+	other := runPodWith(t, d, "crun", harness.HostNetwork, func(c *runtimeapi.PodSandboxConfig) {
+		c.Annotations["run.oci.pod"], c.Annotations["run.oci.container"] = "1", "pod"
+	})
+	in := other.Run(t, func(c *runtimeapi.ContainerConfig) {
+		c.Annotations["run.oci.container"], c.Annotations["run.oci.pod"], c.Annotations["a"] = "2", "container", "3"
+	})
 	var spec struct{ Annotations map[string]string }
 	harness.Must(t, json.Unmarshal(harness.Get(os.ReadFile(filepath.Join(d.State, "c", in.Id, "config.json")))(t), &spec))
 	if spec.Annotations["run.oci.pod"] != "1" || spec.Annotations["run.oci.container"] != "2" || spec.Annotations["a"] != "" {

@@ -110,6 +110,7 @@ func TestShimKata(t *testing.T) {
 		c := pod.Create(t, harness.Command("/no/such/program"))
 		harness.WantCode(t, d.Cri.StartContainer(t.Context(), c.Id), codes.InvalidArgument, "/no/such/program")
 	})
+	t.Run("OOM", func(t *testing.T) { testOOMReason(t, pod) })
 	t.Run("long output", func(t *testing.T) { testLongOutput(t, pod) })
 	t.Run("kill", func(t *testing.T) { testKill(t, pod) })
 	t.Run("update", func(t *testing.T) {
@@ -119,10 +120,16 @@ func TestShimKata(t *testing.T) {
 		harness.Equal(t, "memory limit", kataMemoryLimit(t, c), "134217728")
 	})
 	t.Run("statistics", func(t *testing.T) {
+		c := pod.Run(t, harness.Script("i=0; while :; do i=$((i+1)); done"))
 		stats := harness.Get(d.Cri.PodSandboxStats(t.Context(), pod.Id))(t)
 		if stats.GetLinux().GetMemory().GetWorkingSetBytes().GetValue() == 0 {
 			t.Errorf("no memory in %v", stats)
 		}
+		harness.EventuallyGot(t, "the container has usage", func() (bool, any) {
+			stats := harness.Get(d.Cri.ContainerStats(t.Context(), c.Id))(t)
+			return stats.GetMemory().GetWorkingSetBytes().GetValue() > 0 && stats.GetCpu().GetUsageCoreNanoSeconds().GetValue() > 0, stats
+		})
+		c.Stop(t, 0)
 	})
 	t.Run("network", func(t *testing.T) {
 		harness.Equal(t, "address", pod.Run(t).Exec(t, "hostname", "-i"), pod.Ip(t))
@@ -168,9 +175,14 @@ func TestShimKataSurvivesDaemon(t *testing.T) {
 	harness.Equal(t, "output", ends.Output(t), "ready\nlast\n")
 	harness.Equal(t, "pod state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
 	harness.Equal(t, "exec", running.Exec(t, "echo", "still"), "still")
+	for _, dir := range kataDirs { // the removal of the other container has kept them
+		if there, err := os.ReadDir(dir); err != nil || len(there) != 1 {
+			t.Errorf("%s has %v, %v", dir, there, err)
+		}
+	}
 	stopRepeatedly(t, d, pod)
 	harness.Equal(t, "exit code", running.WaitExited(t).ExitCode, 137)
-	removeKata(t, pod)
+	removeKata(t, pod, kataDirs)
 }
 
 // A pod whose agent or shim hangs is stopped and removed.
@@ -187,18 +199,24 @@ func TestShimKataHangs(t *testing.T) {
 			hang(t, h, shimPID(t, d, pod))
 			stopRepeatedly(t, d, pod)
 			harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
-			removeKata(t, pod)
+			removeKata(t, pod, kataDirs[:2]) // a killed shim leaves an empty directory in the third
+			harness.Must(t, os.RemoveAll(kataDirs[2]))
 			h.stop(t) // nobody could ask it to stop the virtual machine
 		})
 	}
 }
 
-// removeKata removes a pod and checks that nothing of its shim is left.
-func removeKata(t *testing.T, pod *harness.Pod) {
+// kataDirs are where Kata's shim has its socket, its record of a pod, and what it shares with the
+// virtual machine.
+var kataDirs = []string{"/run/containerd/s", "/run/vc/sbs", "/run/kata-containers/shared/sandboxes"}
+
+// removeKata removes a pod and checks that nothing of its shim is left in dirs.
+func removeKata(t *testing.T, pod *harness.Pod, dirs []string) {
 	t.Helper()
 	pod.Remove(t)
-	const dir = "/run/containerd/s"
-	if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
-		t.Errorf("%s has %v left, %v", dir, left, err)
+	for _, dir := range dirs {
+		if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
+			t.Errorf("%s has %v left, %v", dir, left, err)
+		}
 	}
 }

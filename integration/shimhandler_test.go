@@ -93,7 +93,7 @@ func TestShim(t *testing.T) {
 	})
 	t.Run("exec is killed", func(t *testing.T) {
 		c := pod.Run(t)
-		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sleep", "4711"}, 2e9)
+		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "(sleep 4711; true) & exec sleep 4711"}, 2e9)
 		if err == nil {
 			t.Error("the exec did not time out")
 		}

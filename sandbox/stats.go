@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"context"
 	"errors"
 	"log/slog"
 	"path"
@@ -69,6 +70,7 @@ func (s *meters) PodMeter(id string) (measured *stats.PodMeter, cgroup string) {
 
 // openContainer opens the meter of a container's cgroup. For a container of a sandboxing runtime it
 // is empty, because all processes are in the pause's cgroup. Zeros would look like measurements.
+// The sampler asks the runtime if that Measures.
 func (s *meters) openContainer(c *container) *stats.ContainerMeter {
 	p, known := s.objects.pods.Get(c.PodID)
 	if known && p.Sandboxed() {
@@ -117,10 +119,13 @@ func (s *meters) targets(yield func(stats.Target) bool) {
 		}
 		t := stats.Target{ID: id, State: &c.sample, Running: info.State() == runtimeapi.ContainerState_CONTAINER_RUNNING,
 			FinishedAt: info.Ended().FinishedAt, CgroupsPath: c.CgroupsPath, Project: c.Project}
-		if p, known := s.objects.pods.Get(c.PodID); known && !p.Sandboxed() {
-			if run := c.running.Load(); run != nil {
-				t.Init = run.PID
-			}
+		p, known := s.objects.pods.Get(c.PodID)
+		switch run := c.running.Load(); {
+		case !known || run == nil:
+		case !p.Sandboxed():
+			t.Init = run.PID
+		case p.Runtime.Measures && !run.HasEnded():
+			t.Usage = func(ctx context.Context) ([]byte, error) { return p.Runtime.Usage(ctx, id) }
 		}
 		if !yield(t) {
 			return

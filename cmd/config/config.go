@@ -169,14 +169,16 @@ type Config struct {
 
 // Handler is one of the tables [handlers.NAME].
 type Handler struct {
-	Type        string   `key:"type" default:"oci" oneof:"oci,shim" example:"\"oci\"" doc:"What the program at path is: oci, an OCI runtime with runc's command line, or shim, a shim of containerd's task API, such as Kata's."`
-	Path        string   `key:"path" path:"optional" example:"\"/usr/bin/crun\"" doc:"OCI runtime, such as crun or gVisor's runsc, or a shim, such as /usr/local/bin/containerd-shim-kata-v2. Its features are read. Empty: the built-in runtime."`
-	Annotations []string `key:"annotations" example:"[\"io.katacontainers.*\"]" doc:"Names of annotations of pods and containers that the runtime gets; * stands for any characters. Without a list it gets none. Some annotations change what a container may do."`
-	Args        []string `key:"args" example:"[\"--debug\"]" doc:"Options in front of every command. berth adds --root, --log, --log-format and --systemd-cgroup by itself."`
+	Type string   `key:"type" default:"oci" oneof:"oci,shim" example:"\"oci\"" doc:"What the program at path is: oci, an OCI runtime with runc's command line, or shim, a shim of containerd's task API, such as Kata's."`
+	Path string   `key:"path" path:"optional" example:"\"/usr/bin/crun\"" doc:"OCI runtime, such as crun or gVisor's runsc, or a shim, such as /usr/local/bin/containerd-shim-kata-v2. Its features are read. Empty: the built-in runtime."`
+	Args []string `key:"args" example:"[\"--debug\"]" doc:"Options in front of every command. berth adds --root, --log, --log-format and --systemd-cgroup by itself."`
 	// The name is containerd's.
 	WithoutHostDevices bool `key:"privileged_without_host_devices" default:"false" example:"false" doc:"Whether privileged containers get no devices of the host, as with a runtime that runs them in a virtual machine."`
 
 	Options []string `key:"options" example:"[]" doc:"Options of a shim: a list of NAME=VALUE, with the names that containerd's configuration uses. For runc's shim these are BinaryName, Root and others, for all other shims TypeUrl, ConfigPath and ConfigBody."`
+
+	PodAnnotations       []string `key:"pod_annotations" example:"[\"io.katacontainers.*\"]" doc:"Names of annotations of pods that the runtime gets, for the sandbox and for each container; * stands for any characters. Without a list it gets none. Some annotations change what a container may do."`
+	ContainerAnnotations []string `key:"container_annotations" example:"[\"io.katacontainers.*\"]" doc:"Names of annotations of containers that the runtime gets, as with pod_annotations. A container's annotation replaces the pod's."`
 }
 
 // BuiltinHandler is the name of the built-in runtime handler.

@@ -216,7 +216,7 @@ func TestParseErrors(t *testing.T) {
 		"CPUs backwards":   {"container.pause_cpus = '3-1'", []string{`is not a list of CPUs`}},
 		"seccomp path":     {"container.seccomp_profile = 'x.json'", []string{`container.seccomp_profile: "x.json" is not an absolute path`}},
 		"seccomp unset":    {"container.unset_seccomp_profile = 'default'", []string{`"default" is not one of`}},
-		"annotations":      {"[handlers.x]\nannotations = ['a']", []string{`handlers.x.annotations: the built-in runtime takes no annotations`}},
+		"annotations":      {"[handlers.x]\ncontainer_annotations = ['a']", []string{`handlers.x: the built-in runtime takes no annotations`}},
 		"handler path":     {"[handlers.x]\n\npath = 'crun'", []string{`f.toml: line 3: handlers.x.path: "crun" is not an absolute path`}},
 		"handler key":      {"[handlers.x]\npaht = '/crun'\nargs = 1", []string{`f.toml: line 2: unknown key "handlers.x.paht", the nearest option is "path"`, "line 3: handlers.x.args: it takes a list of strings, found integer"}},
 		"handler dotted":   {"handlers.x.path = 3", []string{`f.toml: line 1: handlers.x.path: it takes a string, found integer`}},

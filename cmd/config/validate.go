@@ -105,9 +105,8 @@ func (c *Config) checkHandlers(where func(key string) string) []error {
 			all = append(all, fmt.Errorf("%s: a shim takes no arguments, but options", where(key+".args")))
 		case h.Type != "shim" && len(h.Options) > 0:
 			all = append(all, fmt.Errorf("%s: only a shim has options; is type = \"shim\" missing?", where(key+".options")))
-		case h.Path == "" && len(h.Annotations) > 0:
-			all = append(all, fmt.Errorf("%s: the built-in runtime takes no annotations; is a path missing?",
-				where(key+".annotations")))
+		case h.Path == "" && len(h.PodAnnotations)+len(h.ContainerAnnotations) > 0:
+			all = append(all, fmt.Errorf("%s: the built-in runtime takes no annotations; is a path missing?", where(key)))
 		}
 	}
 	if _, ok := c.Handlers[c.DefaultHandler]; !ok && c.DefaultHandler != BuiltinHandler {

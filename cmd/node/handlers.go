@@ -13,8 +13,8 @@ const taskProgram = "berth-task"
 func Handlers(cfg *config.Config) map[string]handler.Config {
 	all := map[string]handler.Config{}
 	for name, h := range cfg.Handlers {
-		one := handler.Config{Path: h.Path, Args: h.Args, Annotations: h.Annotations,
-			WithoutHostDevices: h.WithoutHostDevices}
+		one := handler.Config{Path: h.Path, Args: h.Args, WithoutHostDevices: h.WithoutHostDevices,
+			Annotations: handler.Annotations{OfPods: h.PodAnnotations, OfContainers: h.ContainerAnnotations}}
 		if h.Type == "shim" {
 			one.Options = h.Options
 			var err error

@@ -47,7 +47,8 @@ type shimOperation struct {
 	execs bool
 	// launches: a launcher does most of the operation.
 	launches bool
-	// limited: the operation may time out before it reaches a point.
+	// limited: the operation may end before it reaches a point. It times out, or another one has
+	// done a part of it.
 	limited bool
 	// criuRuns are the launcher's first and last point while CRIU runs. CRIU is killed, too. Empty:
 	// the operation does not use it.
@@ -91,7 +92,8 @@ var shimOperations = []shimOperation{
 	{operation: operation{name: "StopPodSandbox", prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: stopPod}, exits: true},
 	{operation: operation{name: "RemoveContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: removeContainer}},
 	{operation: operation{name: "RemovePodSandbox", prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: removePod}},
-	{operation: operation{name: "RemovePodSandbox_shim", daemon: withShim, prepare: with(byShim, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: removePod, more: true}},
+	{operation: operation{name: "RemovePodSandbox_shim", daemon: withShim, prepare: with(byShim, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: removePod, more: true},
+		limited: true},
 	{operation: operation{name: "RemovePodSandbox_userNamespace", prepare: with(podRuns(podInUserNamespace), withContainer(exitsOnTerm, containerInUserNamespace), started),
 		request: removePod, more: true}},
 }

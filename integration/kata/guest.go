@@ -224,6 +224,7 @@ func (v *vm) methods() map[string]ttrpc.Method {
 		"RemoveContainer":  v.method(processIDs, v.removeContainer),
 		"UpdateContainer":  v.method(updateFields, v.updateContainer),
 		"StatsContainer":   v.method(processIDs, v.stats),
+		"GetOOMEvent":      v.method(fields{}, v.awaitOOM),
 		"ExecProcess":      v.method(execFields, v.execProcess),
 		"SignalProcess":    v.method(signalFields, v.signalProcess),
 		"WaitProcess":      v.method(processIDs, v.waitProcess),

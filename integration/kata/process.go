@@ -14,6 +14,7 @@ import (
 	"runtime"
 	"strconv"
 	"strings"
+	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
@@ -29,7 +30,8 @@ type process struct {
 	pid                   int
 	stdin, stdout, stderr *os.File // this side's; of a terminal the first two are its master
 	ended                 chan struct{}
-	code                  int // after ended
+	oom                   bool // its container's OOM kill was reported; guarded by vm.mu
+	code                  int  // after ended
 }
 
 func (v *vm) find(r *request) (*process, error) {
@@ -284,6 +286,26 @@ func (v *vm) stats(_ context.Context, r *request) ([]byte, error) {
 	cpu := appendBytes(nil, 1, appendNumber(nil, 1, event.Data.CPU.Usage.Total))
 	memory := appendBytes(nil, 2, appendNumber(nil, 1, event.Data.Memory.Usage.Usage))
 	return appendBytes(nil, 1, appendBytes(appendBytes(nil, 1, cpu), 2, memory)), nil
+}
+
+// awaitOOM waits for an OOM kill in a container that has not been reported yet.
+func (v *vm) awaitOOM(ctx context.Context, _ *request) ([]byte, error) {
+	for ; ctx.Err() == nil; time.Sleep(time.Millisecond) {
+		v.mu.Lock()
+		for _, p := range v.processes {
+			group, err := cgroup.Open(cgroupOf(p.container), false)
+			if err != nil || p.oom {
+				continue
+			}
+			kills, err := group.OOMKills()
+			if p.oom = err == nil && kills > 0; p.oom {
+				v.mu.Unlock()
+				return appendBytes(nil, 1, []byte(p.container)), nil
+			}
+		}
+		v.mu.Unlock()
+	}
+	return nil, ctx.Err()
 }
 
 // signalProcess signals a process. Without an exec ID it is the container's init, as Kata's agent

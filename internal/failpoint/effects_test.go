@@ -209,7 +209,7 @@ var unmarked = map[string]string{
 	"shim/taskapi.openShimLog: os.OpenFile":                                           "it creates nothing",
 	"shim/taskapi.Main: os.WriteFile":                                                 ofCommand,
 	"shim/taskapi.createTask: os.WriteFile":                                           ofCommand,
-	"shim/taskapi.startProcess: os.CreateTemp os.WriteFile os.WriteFile":              ofCommand,
+	"shim/taskapi.startProcess: os.WriteFile os.WriteFile":                            ofCommand,
 	"shim/taskapi.isHung: os.WriteFile":                                               "a mark, which the next command sets again",
 	"shim/taskapi.answered: os.Remove":                                                "a mark, which the next command removes again",
 	"shim/taskapi.discard: os.OpenFile":                                               "it creates nothing",

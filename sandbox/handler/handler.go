@@ -38,15 +38,23 @@ type Config struct {
 	Options []string // of the shim: NAME=VALUE
 
 	WithoutHostDevices bool // privileged containers get no devices of the host
-	// Annotations are the names of the annotations that pods and containers pass to the runtime.
-	// "*" stands for any characters.
-	Annotations []string
+	Annotations
+}
+
+// Annotations are the names of the annotations that reach a runtime. "*" stands for any characters.
+type Annotations struct {
+	OfPods       []string `json:"podAnnotations,omitempty"` // the sandbox and the containers of a pod get them
+	OfContainers []string `json:"containerAnnotations,omitempty"`
+}
+
+func (a Annotations) equal(other Annotations) bool {
+	return slices.Equal(a.OfPods, other.OfPods) && slices.Equal(a.OfContainers, other.OfContainers)
 }
 
 func (c Config) equal(other Config) bool {
 	return c.Path == other.Path && c.WithoutHostDevices == other.WithoutHostDevices && c.Task == other.Task &&
 		slices.Equal(c.Options, other.Options) &&
-		slices.Equal(c.Args, other.Args) && slices.Equal(c.Annotations, other.Annotations)
+		slices.Equal(c.Args, other.Args) && c.Annotations.equal(other.Annotations)
 }
 
 // Program returns the program with the command line of an OCI runtime, and its global options.
@@ -228,8 +236,8 @@ type Runtime struct {
 	IDMappedMounts    bool `json:"idMappedMounts,omitempty"`
 	CgroupNamespaces  bool `json:"cgroupNamespaces,omitempty"` // false in records of berth 0.2
 	// WithoutHostDevices and Annotations are those of Config.
-	WithoutHostDevices bool     `json:"withoutHostDevices,omitempty"`
-	Annotations        []string `json:"annotations,omitempty"`
+	WithoutHostDevices bool `json:"withoutHostDevices,omitempty"`
+	Annotations
 }
 
 // Program returns the runtime to execute, nil for libcontainer.
@@ -267,10 +275,16 @@ func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userN
 			h.name, h.config.Path)
 	}
 	path, args := h.config.Program()
+	switch {
+	case can.Measures:
+		args = append(args, "--watch")
+	case h.config.Task != "" && !can.Sandboxed:
+		args = append(args, "--visible")
+	}
 	return &Runtime{
 		Runtime: ociruntime.Runtime{Path: path, Args: args, Root: root,
-			SystemdCgroup: systemdCgroup, Sandboxed: can.Sandboxed, TaskAPI: h.config.Task != "", SubCgroups: can.SubCgroups,
-			Version: can.Version},
+			SystemdCgroup: systemdCgroup, Sandboxed: can.Sandboxed, Measures: can.Measures,
+			TaskAPI: h.config.Task != "", SubCgroups: can.SubCgroups, Version: can.Version},
 		RecursiveReadOnly: can.RecursiveReadOnly, IDMappedMounts: can.UserNamespaces, CgroupNamespaces: can.CgroupNamespaces,
 		Annotations: h.config.Annotations, WithoutHostDevices: h.config.WithoutHostDevices,
 	}, nil
@@ -288,21 +302,22 @@ const (
 	crunSubgroupAnnotation = "run.oci.systemd.subgroup"
 )
 
-// Annotate adds the annotations that a runtime binary gets. It takes annotations from requested if
-// the handler's configuration lists them; later maps take precedence. It also adds the annotations
-// by which the runtime finds the pod of a spec. kind is "sandbox" for a pause and "container"
-// otherwise. name is the name of a container. A nil Runtime (libcontainer) adds no annotations.
-func (r *Runtime) Annotate(spec *specs.Spec, kind, podID, name string, requested ...map[string]string) {
+// Annotate adds the annotations that a runtime binary gets. It takes annotations of the pod and the
+// container if the handler's configuration lists them. A container's value replaces the pod's. It
+// also adds the annotations by which the runtime finds the pod of a spec. container is nil for a
+// pause. A nil Runtime (libcontainer) adds no annotations.
+func (r *Runtime) Annotate(
+	spec *specs.Spec, podID string, pod *runtimeapi.PodSandboxConfig, container *runtimeapi.ContainerConfig,
+) {
 	if r == nil {
 		return
 	}
 	spec.Annotations = map[string]string{}
-	for _, all := range requested {
-		for key, value := range all {
-			if r.passes(key) {
-				spec.Annotations[key] = value
-			}
-		}
+	pass(spec.Annotations, r.OfPods, pod.GetAnnotations())
+	pass(spec.Annotations, r.OfContainers, container.GetAnnotations())
+	kind, name := "sandbox", container.GetMetadata().GetName()
+	if container != nil {
+		kind = "container"
 	}
 	spec.Annotations[containerTypeAnnotation], spec.Annotations[sandboxIDAnnotation] = kind, podID
 	if name != "" && r.Parent() {
@@ -334,10 +349,14 @@ const ownAnnotations = "io.kubernetes.cri."
 // shimGroupAnnotation would put a container into the shim of another pod.
 const shimGroupAnnotation = "io.containerd.runc.v2.group"
 
-// passes reports whether the configuration lists an annotation.
-func (r *Runtime) passes(key string) bool {
-	return !strings.HasPrefix(key, ownAnnotations) && key != crunSubgroupAnnotation && key != shimGroupAnnotation &&
-		slices.ContainsFunc(r.Annotations, func(pattern string) bool { return matches(pattern, key) })
+// pass adds those of the requested annotations that a configuration lists.
+func pass(to map[string]string, listed []string, requested map[string]string) {
+	for key, value := range requested {
+		if !strings.HasPrefix(key, ownAnnotations) && key != crunSubgroupAnnotation && key != shimGroupAnnotation &&
+			slices.ContainsFunc(listed, func(pattern string) bool { return matches(pattern, key) }) {
+			to[key] = value
+		}
+	}
 }
 
 // matches reports whether text matches the pattern, in which "*" stands for any characters.

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -114,20 +115,41 @@ func TestRuntime(t *testing.T) {
 	}
 }
 
+// berth-task learns whether the node sees the processes of a shim's containers. gVisor's shim says
+// neither.
+func TestArgumentsOfTask(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "task")
+	for help, want := range map[string]string{
+		"exit 1":               "--visible",
+		"echo wait - included": "",
+		"echo wait - included; echo usage - of a container": "--watch",
+	} {
+		write(t, path, "#!/bin/sh\nshift 2\ncase $1 in help) "+help+" ;; features) echo '{}' ;; esac\n")
+		h, err := open(t, map[string]Config{"capable": {Path: path, Task: path}}, host.Facts{}).Find("")
+		testutil.Must(t, err)
+		r, err := h.Runtime(t.Context(), "/state", false, false)
+		testutil.Must(t, err)
+		if got := strings.TrimSpace(strings.Join(r.Args, " ")); got != strings.TrimSpace("--shim "+path+" "+want) {
+			t.Errorf("%s: arguments %q, want %q", help, got, want)
+		}
+	}
+}
+
 // libcontainer gets no annotations. A binary gets only the two of its pod, and the name of a
 // container if it has sandboxes.
 func TestAnnotate(t *testing.T) {
 	t.Parallel()
 	users := map[string]string{"io.kubernetes.cri.sandbox-id": "another's", "run.oci.handler": "krun"}
 	spec := &specs.Spec{Annotations: users}
-	(*Runtime)(nil).Annotate(spec, "container", "p", "app")
+	(*Runtime)(nil).Annotate(spec, "p", nil, app(nil))
 	if len(spec.Annotations) != len(users) {
 		t.Errorf("for libcontainer: %v", spec.Annotations)
 	}
 	for _, systemd := range []bool{false, true} {
 		t.Run(fmt.Sprintf("systemd %t", systemd), func(t *testing.T) {
 			r := &Runtime{Runtime: ociruntime.Runtime{SystemdCgroup: systemd}}
-			r.Annotate(spec, "sandbox", "p", "")
+			r.Annotate(spec, "p", nil, nil)
 			_, subgroup := spec.Annotations["run.oci.systemd.subgroup"]
 			if spec.Annotations["io.kubernetes.cri.sandbox-id"] != "p" || spec.Annotations["io.kubernetes.cri.container-type"] != "sandbox" ||
 				spec.Annotations["run.oci.handler"] != "" || subgroup != systemd {
@@ -137,25 +159,46 @@ func TestAnnotate(t *testing.T) {
 	}
 }
 
+// app is a container with annotations.
+func app(annotations map[string]string) *runtimeapi.ContainerConfig {
+	return &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "app"}, Annotations: annotations}
+}
+
 // Annotations of a request reach a binary if its configuration lists them. None of them replaces
 // berth's own.
 func TestAnnotateRequested(t *testing.T) {
 	t.Parallel()
-	r := &Runtime{Annotations: []string{"a.example/x", "io.kubernetes.*", "*/mid*dle", "run.oci.*", "io.containerd.*"}}
-	pod := map[string]string{"a.example/x": "pod", "a.example/xy": "1", "io.kubernetes.cri.sandbox-id": "other",
+	lists := []string{"a.example/x", "io.kubernetes.*", "*/mid*dle", "run.oci.*", "io.containerd.*"}
+	pod := &runtimeapi.PodSandboxConfig{Annotations: map[string]string{
+		"a.example/x": "pod", "a.example/xy": "1", "io.kubernetes.cri.sandbox-id": "other",
 		"io.kubernetes.cri.container-name": "other", "run.oci.systemd.subgroup": "x", "io.kubernetes.pod": "p",
-		"io.containerd.runc.v2.group": "other"}
-	container := map[string]string{"a.example/x": "container", "b/mid-and-dle": "2", "mid-dle": "3", "b/middle-": "4"}
-	spec := &specs.Spec{}
-	r.Annotate(spec, "container", "p", "app", pod, container)
-	want := map[string]string{"a.example/x": "container", "io.kubernetes.cri.sandbox-id": "p", "io.kubernetes.cri.container-type": "container",
-		"io.kubernetes.pod": "p", "b/mid-and-dle": "2"}
-	if !maps.Equal(spec.Annotations, want) {
-		t.Errorf("annotations %v, want %v", spec.Annotations, want)
-	}
-	(&Runtime{}).Annotate(spec, "container", "p", "app", pod, container)
-	if len(spec.Annotations) != 2 {
-		t.Errorf("without a list: %v", spec.Annotations)
+		"io.containerd.runc.v2.group": "other"}}
+	container := app(map[string]string{"a.example/x": "container", "b/mid-and-dle": "2", "mid-dle": "3", "b/middle-": "4"})
+	for _, test := range []struct {
+		name      string
+		lists     Annotations
+		container *runtimeapi.ContainerConfig
+		want      map[string]string // besides berth's own
+	}{
+		{"both lists", Annotations{lists, lists}, container,
+			map[string]string{"a.example/x": "container", "io.kubernetes.pod": "p", "b/mid-and-dle": "2"}},
+		{"pod's", Annotations{OfPods: lists}, container, map[string]string{"a.example/x": "pod", "io.kubernetes.pod": "p"}},
+		{"container's", Annotations{OfContainers: lists}, container, map[string]string{"a.example/x": "container", "b/mid-and-dle": "2"}},
+		{"sandbox", Annotations{lists, lists}, nil, map[string]string{"a.example/x": "pod", "io.kubernetes.pod": "p"}},
+		{"no list", Annotations{}, container, map[string]string{}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			test.want["io.kubernetes.cri.sandbox-id"] = "p"
+			test.want["io.kubernetes.cri.container-type"] = "container"
+			if test.container == nil {
+				test.want["io.kubernetes.cri.container-type"] = "sandbox"
+			}
+			spec := &specs.Spec{}
+			(&Runtime{Annotations: test.lists}).Annotate(spec, "p", pod, test.container)
+			if !maps.Equal(spec.Annotations, test.want) {
+				t.Errorf("annotations %v, want %v", spec.Annotations, test.want)
+			}
+		})
 	}
 }
 
@@ -163,7 +206,7 @@ func TestAnnotateName(t *testing.T) {
 	t.Parallel()
 	for _, sandboxed := range []bool{false, true} {
 		spec := &specs.Spec{}
-		(&Runtime{Runtime: ociruntime.Runtime{Sandboxed: sandboxed}}).Annotate(spec, "container", "p", "app")
+		(&Runtime{Runtime: ociruntime.Runtime{Sandboxed: sandboxed}}).Annotate(spec, "p", nil, app(nil))
 		want := map[bool]string{true: "app"}[sandboxed]
 		if got := spec.Annotations["io.kubernetes.cri.container-name"]; got != want {
 			t.Errorf("sandboxed %t: name %q, want %q", sandboxed, got, want)

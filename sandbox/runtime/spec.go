@@ -49,7 +49,7 @@ func (k Launcher) pauseSpec(
 		return nil, err
 	}
 	raiseOOMScore(spec.Process, k.Node.Host)
-	p.Runtime.Annotate(spec, "sandbox", p.ID, "", p.Config.GetAnnotations())
+	p.Runtime.Annotate(spec, p.ID, p.Config, nil)
 	p.Runtime.AnnotateSize(spec, p.Config.GetLinux().GetResources())
 	return spec, nil
 }
@@ -87,8 +87,7 @@ func (k Launcher) containerSpec(
 	if err != nil {
 		return nil, err
 	}
-	p.Runtime.Annotate(spec, "container", p.ID, c.Config.GetMetadata().GetName(),
-		p.Config.GetAnnotations(), c.Config.GetAnnotations())
+	p.Runtime.Annotate(spec, p.ID, p.Config, c.Config)
 	c.Limits.AddTo(spec.Linux.Resources)
 	names := cdiDevices(c.Config)
 	if err := CDIDirs(k.Node.CDI).Inject(spec, names); err != nil {

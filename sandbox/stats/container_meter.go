@@ -22,7 +22,7 @@ type Cgroups struct {
 }
 
 // ContainerMeter measures one cgroup. The zero value is for a container that has no processes in
-// its cgroup. Its usage is unknown.
+// its cgroup. Its usage is part of its pod's, and the last Sample may have it.
 type ContainerMeter struct {
 	reader *cgstats.Reader
 	rate   rate
@@ -41,12 +41,25 @@ func (h Cgroups) ContainerMeter(cgroupsPath string, tasks bool) *ContainerMeter 
 	}, tasks)}
 }
 
-// Read takes a sample. The error wraps cgstats.ErrGone if the cgroup was removed.
-func (c *ContainerMeter) Read(u *Usage) error {
-	if c.reader == nil {
+// isSandboxed reports whether the container has no processes in its cgroup.
+func (c *ContainerMeter) isSandboxed() bool { return c.reader == nil }
+
+// read returns the usage of a container. last is its last sample, nil before the first one.
+func (c *ContainerMeter) read(u *Usage, last *Sample) error {
+	switch {
+	case !c.isSandboxed():
+		return c.Read(u)
+	case last == nil || last.Usage == nil:
 		*u = Usage{Sample: cgstats.Sample{At: time.Now()}}
-		return nil
+	default:
+		*u = Usage{Sample: *last.Usage}
+		u.NanoCores, u.NanoCoresKnown = c.rate.add(u.At, u.CPU.Usage)
 	}
+	return nil
+}
+
+// Read takes a sample of a cgroup. The error wraps cgstats.ErrGone if the cgroup was removed.
+func (c *ContainerMeter) Read(u *Usage) error {
 	if err := c.reader.Read(&u.Sample); err != nil {
 		return err
 	}
@@ -60,7 +73,7 @@ func (c *ContainerMeter) Read(u *Usage) error {
 // process. In that case final returns the counters of the last read. The error wraps
 // cgstats.ErrGone if the cgroup was removed before the first read.
 func (c *ContainerMeter) final() (*cgstats.Sample, error) {
-	if c.reader == nil {
+	if c.isSandboxed() {
 		return &cgstats.Sample{}, nil
 	}
 	var u Usage
@@ -74,7 +87,7 @@ func (c *ContainerMeter) final() (*cgstats.Sample, error) {
 // Detail reads counters that only metrics need. It returns nil if they are unknown. The error wraps
 // cgstats.ErrGone if the cgroup was removed.
 func (c *ContainerMeter) Detail() (*cgstats.Detail, error) {
-	if c.reader == nil {
+	if c.isSandboxed() {
 		return nil, nil
 	}
 	detail := &cgstats.Detail{}
@@ -84,7 +97,7 @@ func (c *ContainerMeter) Detail() (*cgstats.Detail, error) {
 
 // Close closes the cgroup's files. Later reads fail with cgstats.ErrGone.
 func (c *ContainerMeter) Close() error {
-	if c.reader == nil {
+	if c.isSandboxed() {
 		return nil
 	}
 	return c.reader.Close()

@@ -20,6 +20,8 @@ type ContainerUsage struct {
 	Cgroup  string  // path below the cgroup mounts
 	Usage   Usage   // Tasks is counted only if the pod has no cgroup
 	Sample  *Sample // nil before the first sample
+
+	sandboxed bool // Usage is part of the pause's
 }
 
 // PodUsage is the resource usage of a pod.
@@ -60,7 +62,8 @@ func (s *Reader) ContainerStats(info *state.Container) (ContainerUsage, error) {
 	if measured == nil {
 		return used, nil
 	}
-	err := measured.Read(&used.Usage)
+	used.sandboxed = measured.isSandboxed()
+	err := measured.read(&used.Usage, count)
 	if errors.Is(err, cgstats.ErrGone) {
 		return used, nil
 	}
@@ -122,7 +125,7 @@ func (s *Reader) PodStats(info *state.Pod, containers []*state.Container) (PodUs
 func usages(containers []ContainerUsage) iter.Seq[*Usage] {
 	return func(yield func(*Usage) bool) {
 		for i := range containers {
-			if !yield(&containers[i].Usage) {
+			if !containers[i].sandboxed && !yield(&containers[i].Usage) {
 				return
 			}
 		}

@@ -1,9 +1,15 @@
 package stats
 
 import (
+	"context"
+	"encoding/json"
+	"errors"
 	"log/slog"
+	"os"
 	"testing"
 
+	"berth/internal/cgstats"
+	"berth/internal/testutil"
 	"berth/sandbox/state"
 )
 
@@ -53,5 +59,38 @@ func TestPodStatsSkipUnmeasurableContainers(t *testing.T) {
 	used, err := testReader().PodStats(&state.Pod{PodSpec: &state.PodSpec{ID: "p"}}, containers)
 	if err != nil || used.Running || len(used.Containers) != 1 || used.Containers[0].Info != containers[1] {
 		t.Errorf("%+v, %v", used, err)
+	}
+}
+
+// The usage of a container whose processes the node does not see is what its runtime told last. It
+// is part of the pause's, so a pod without a cgroup does not count it twice.
+func TestUsageByRuntime(t *testing.T) {
+	layers := t.TempDir()
+	testutil.Must(t, os.MkdirAll(layers+"/a/upper", 0o700))
+	sampler := NewSampler(SamplerConfig{Layers: layers, Images: layers, Log: slog.New(slog.DiscardHandler),
+		Begin: func(string, string) func() { return func() {} }})
+	testutil.Must(t, sampler.Locate())
+	told, err := json.Marshal(cgstats.Sample{CPU: cgstats.CPU{Known: true, Usage: 5}, Memory: cgstats.Memory{Known: true, Usage: 7}})
+	testutil.Must(t, err)
+	var fails error
+	target := &Target{ID: "a", State: &SampleState{}, Running: true,
+		Usage: func(context.Context) ([]byte, error) { return told, fails }}
+	testutil.Must(t, sampler.sample(t.Context(), target))
+	last, measured := sampler.Last(target.State), &ContainerMeter{}
+	var used Usage
+	testutil.Must(t, measured.read(&used, last))
+	if used.CPU.Usage != 5 || used.Memory.Usage != 7 {
+		t.Errorf("%+v", used)
+	}
+	for u := range usages([]ContainerUsage{{Usage: used, sandboxed: true}}) {
+		t.Errorf("it is added to its pod: %+v", u)
+	}
+	fails = errors.New("it hangs")
+	if err := sampler.sample(t.Context(), target); !errors.Is(err, fails) {
+		t.Errorf("the runtime failed: %v", err)
+	}
+	testutil.Must(t, measured.read(&used, sampler.Last(target.State)))
+	if used.CPU.Known || used.Memory.Known {
+		t.Errorf("after the runtime has failed: %+v", used)
 	}
 }

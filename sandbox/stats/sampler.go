@@ -3,6 +3,7 @@ package stats
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"fmt"
 	"iter"
 	"log/slog"
@@ -16,6 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/internal/cgstats"
 	"berth/internal/diskusage"
 	"berth/sandbox/state"
 )
@@ -26,7 +28,8 @@ type Sample struct {
 	Mountpoint string          // of the writable layer's filesystem
 	Layer      diskusage.Usage // size of the writable layer
 
-	Processes *Processes // nil if the container did not run
+	Processes *Processes      // nil if the container did not run
+	Usage     *cgstats.Sample // by the container's runtime; nil: unknown
 
 	usedCPU string    // CPU time of the pod before sampling; empty: sample again
 	seen    time.Time // when the files were counted; At is later if the pod has been idle since
@@ -54,6 +57,10 @@ type Target struct {
 	// Location of its processes. Init is 0 if no process is visible to the node.
 	CgroupsPath string
 	Init        int // PID
+
+	// Usage asks the runtime for a cgstats.Sample in JSON of a running container whose processes
+	// the node does not see. nil: the node sees them.
+	Usage func(context.Context) ([]byte, error)
 }
 
 // SamplerConfig configures a Sampler.
@@ -247,9 +254,31 @@ func (c *Sampler) sample(ctx context.Context, s *Target) error {
 	if s.Init != 0 {
 		counted.Processes, err = countProcesses(ctx, c.cfg.Node, s.CgroupsPath, s.Init)
 	}
+	if s.Usage != nil {
+		counted.Usage, err = askRuntime(ctx, s)
+	}
 	if err != nil {
 		counted.usedCPU = ""
 	}
 	s.State.last.Store(counted)
 	return err
+}
+
+// usageTimeout limits how long a runtime may take to tell the usage of a container. One that hangs
+// must not delay the samples of other containers much.
+const usageTimeout = 2 * time.Second
+
+// askRuntime returns the usage of a container whose processes the node does not see.
+func askRuntime(ctx context.Context, s *Target) (*cgstats.Sample, error) {
+	ctx, cancel := context.WithTimeout(ctx, usageTimeout)
+	defer cancel()
+	used, err := s.Usage(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("usage of the container: %w", err)
+	}
+	var u cgstats.Sample
+	if err := json.Unmarshal(used, &u); err != nil {
+		return nil, fmt.Errorf("usage of the container: %w", err)
+	}
+	return &u, nil
 }

@@ -149,16 +149,21 @@ bool exit_status(struct text t, int *code)
 }
 
 /* read_verdict reads the output of a process that waited for the container:
- * {"id": ID, "exitStatus": N}. */
-static bool read_verdict(int fd, int *code)
+ * {"id": ID, "exitStatus": N, "oomKilled": true}. The last is optional. */
+static bool read_verdict(int fd, struct exit_record *exit)
 {
+	struct text said;
 	char buf[512];
 	long n;
 
 	if (failed(set_nonblock(fd)))
 		return false;
 	n = sys_read(fd, buf, sizeof(buf));
-	return n > 0 && exit_status((struct text){buf, (size_t)n}, code);
+	if (n <= 0 || !exit_status((struct text){buf, (size_t)n}, &exit->code))
+		return false;
+	said = (struct text){buf, (size_t)n};
+	exit->oom_killed |= text_after(&said, "\"oomKilled\": true");
+	return true;
 }
 
 /* verdict finds out how the container ended. It returns false if that is unknown. */
@@ -169,7 +174,7 @@ static bool verdict(struct monitor *m, struct exit_record *exit)
 	oom_read(m);
 	*exit = (struct exit_record){.oom_killed = m->oom.kills > 0, .at = m->init_end};
 	if (m->params.verdict >= 0)
-		return read_verdict(m->params.verdict, &exit->code);
+		return read_verdict(m->params.verdict, exit);
 	if (m->init_lost)
 		return false;
 	exit->signal = signal;

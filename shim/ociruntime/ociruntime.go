@@ -45,6 +45,7 @@ type Runtime struct {
 	Root          string   `json:"root"`           // where the runtime keeps its state; the containers of a pod share it
 	SystemdCgroup bool     `json:"systemdCgroup,omitempty"`
 	Sandboxed     bool     `json:"sandboxed,omitempty"`  // see the package's comment
+	Measures      bool     `json:"measures,omitempty"`   // see Capabilities
 	TaskAPI       bool     `json:"taskAPI,omitempty"`    // it is berth-task
 	SubCgroups    bool     `json:"subCgroups,omitempty"` // it can put an exec into a cgroup below the container's
 	Version       string   `json:"version,omitempty"`    // see Capabilities; empty: recorded by an older berth

@@ -55,6 +55,8 @@ func TestProbe(t *testing.T) {
 			exec) echo "exec [command options]";;
 			features) echo '{"mountOptions":["ro"],"linux":{"namespaces":["user"],"mountExtensions":{"idmap":{"enabled":true}}}}';; esac`,
 			Capabilities{Version: "runsc version release-1", Sandboxed: true, Features: true}},
+		{"a shim", `case $cmd in help) echo "wait - included"; echo "usage - of a container";; features) echo '{}';; esac`,
+			Capabilities{Sandboxed: true, Measures: true, Features: true}},
 		{"no idmap", `case $cmd in
 			features) echo '{"mountOptions":[],"linux":{"namespaces":["user"],"mountExtensions":{"idmap":{}}}}';; esac`,
 			Capabilities{Features: true}},

@@ -19,11 +19,15 @@ type Capabilities struct {
 	SubCgroups bool   `json:"subCgroups,omitempty"` // exec has the option --cgroup
 	Features   bool   `json:"features"`             // it has the command features; if not, the following are false
 	Sandboxed  bool   `json:"sandboxed,omitempty"`  // see the package's comment
+	Measures   bool   `json:"measures,omitempty"`   // it is Sandboxed, and tells the usage of a container
 
 	RecursiveReadOnly bool `json:"recursiveReadOnly"` // the mount option rro
 	UserNamespaces    bool `json:"userNamespaces"`    // user namespaces and ID-mapped mounts, which pods with one need
 	CgroupNamespaces  bool `json:"cgroupNamespaces"`
 }
+
+// MeasuresHelp is what berth-task says of a shim that Measures.
+const MeasuresHelp = "usage - of a container"
 
 // Probe detects a runtime's capabilities. The error wraps fs.ErrNotExist or fs.ErrPermission if
 // there is no such program.
@@ -37,6 +41,7 @@ func Probe(ctx context.Context, path string, args []string) (Capabilities, error
 	// runsc documents its command wait. Others have no such command or no help.
 	help, err := r.output(ctx, "help", "wait")
 	c.Sandboxed = err == nil && strings.HasPrefix(string(help), "wait ")
+	c.Measures = c.Sandboxed && strings.Contains(string(help), MeasuresHelp)
 	help, err = r.output(ctx, "exec", "--help")
 	c.SubCgroups = err == nil && strings.Contains(string(help), "--cgroup")
 	document, err := r.output(ctx, "features")
@@ -76,6 +81,11 @@ func (r *Runtime) output(ctx context.Context, args ...string) ([]byte, error) {
 	cmd.Stdout = &out
 	err := r.call(cmd, args[0])
 	return out.Bytes(), err
+}
+
+// Usage returns the usage of a container of a runtime that Measures: a cgstats.Sample in JSON.
+func (r *Runtime) Usage(ctx context.Context, id string) ([]byte, error) {
+	return r.output(ctx, "usage", id)
 }
 
 func firstLine(text []byte) string {

@@ -1,6 +1,7 @@
 package taskapi
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -40,13 +41,14 @@ func (c *command) runTask(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	a := &attendant{streams: t.streams, id: id}
+	a := &attendant{streams: t.streams, id: id, started: os.NewFile(startedFD, "started")}
 	if err := c.attendStart(ctx, a, nil); err != nil {
 		return err
 	}
 	code := c.awaitExit(ctx, a)
 	a.finish()
-	_, err = fmt.Fprintf(os.NewFile(verdictFD, "verdict"), `{"id": %q, "exitStatus": %d}`+"\n", id, code)
+	_, err = fmt.Fprintf(os.NewFile(verdictFD, "verdict"), `{"id": %q, "exitStatus": %d, "oomKilled": %t}`+"\n",
+		id, code, c.oomKilled(id, code))
 	return err
 }
 
@@ -76,19 +78,24 @@ func (c *command) attendStart(ctx context.Context, a *attendant, process *specs.
 		return err
 	}
 	failpoint.Reach("task.start")
-	if _, err := shim.start(ctx, a.id, a.exec); err != nil {
+	pid, err := shim.start(ctx, a.id, a.exec)
+	if err != nil {
 		return err
 	}
 	failpoint.Reach("task.started")
+	if c.visible && process != nil {
+		if err := writeJSON(c.execPIDPath(a.id, a.exec), pid); err != nil {
+			return err
+		}
+	}
 	if err := a.begin(); err != nil {
 		return err
 	}
 	if a.Terminal {
 		signal.Ignore(unix.SIGHUP) // the end of the terminal's master; the process has a terminal of its own
 	}
-	started := os.NewFile(startedFD, "started")
-	_, err = started.WriteString("ok")
-	return errors.Join(err, started.Close())
+	_, err = a.started.WriteString("ok")
+	return errors.Join(err, a.started.Close())
 }
 
 // awaitExit returns the exit code of a process. If the shim is lost, its pod is ended. If the shim
@@ -135,11 +142,19 @@ func (c *command) endLost(ctx context.Context, id string) error {
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
-	if err != nil || r.Sandbox == id || !c.isLost(r) {
+	if err != nil || r.Sandbox == id {
 		return err
+	}
+	for limit := time.Now().Add(lostTimeout); !c.isLost(r); time.Sleep(reconnectPause) {
+		if time.Now().After(limit) {
+			return nil
+		}
 	}
 	return c.delete(ctx, r.Sandbox)
 }
+
+// lostTimeout is how long the end of a shim may take after its socket has closed.
+const lostTimeout = 2 * time.Second
 
 const execPrefix = "exec-"
 
@@ -160,16 +175,11 @@ func (c *command) startProcess(ctx context.Context, id string) (err error) {
 		return err
 	}
 	defer r.Close()
-	said, err := os.CreateTemp(filepath.Dir(c.process), "attend")
-	if err != nil {
-		return err
-	}
-	defer said.Close()
 	args := append(slices.Clone(c.global), "attend", "--process", c.process, "--console-socket", c.consoleSocket, id)
 	cmd := exec.CommandContext(ctx, "/proc/self/exe", args...)
 	cmd.Args[0] = os.Args[0]
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
-	cmd.ExtraFiles = []*os.File{said, w}
+	cmd.ExtraFiles = []*os.File{w}
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: process.Terminal}
 	failpoint.Reach("task.start-attendant")
 	err = cmd.Start()
@@ -179,7 +189,8 @@ func (c *command) startProcess(ctx context.Context, id string) (err error) {
 	}
 	answer, err := io.ReadAll(r)
 	if err == nil && string(answer) != "ok" {
-		err = errors.Join(attendError(said), ignoreExit(cmd.Wait()))
+		_ = cmd.Wait() // its answer says why it ends
+		err = errors.New(cmp.Or(string(answer), "the process's attendant ended early"))
 	}
 	if err != nil {
 		return err
@@ -213,36 +224,18 @@ func (c *command) removeUnattended(ctx context.Context, id string) error {
 	return nil
 }
 
-// attendError returns the error that attend has written.
-func attendError(f *os.File) error {
-	text := make([]byte, maxMessage)
-	n, _ := f.ReadAt(text, 0)
-	if n == 0 {
-		return errors.New("the process's attendant ended early")
-	}
-	return errors.New(string(text[:n]))
-}
-
-func ignoreExit(err error) error {
-	var exit *exec.ExitError
-	if errors.As(err, &exit) {
-		return nil
-	}
-	return err
-}
-
 // attend starts a process of a task and attends it. Its exit code is that of the process.
 func (c *command) attend(ctx context.Context, id string) (code int, err error) {
+	a := &attendant{id: id, exec: execName(os.Getpid()), started: os.NewFile(attendFD, "started")}
 	defer func() {
 		if err != nil {
-			_, _ = os.NewFile(verdictFD, "error").WriteString(err.Error()) // the caller then says that it ended early
+			_, _ = a.started.WriteString(err.Error()) // if it is open
 		}
 	}()
 	process, err := readJSON[specs.Process](c.process)
 	if err != nil {
 		return 0, err
 	}
-	a := &attendant{id: id, exec: execName(os.Getpid())}
 	dir := filepath.Join(c.taskDir(id), a.exec)
 	failpoint.Reach("task.make-exec-directory")
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) { // of a killed attendant

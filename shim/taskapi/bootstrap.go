@@ -31,9 +31,7 @@ type program struct {
 	options *anypb.Any // nil: none
 }
 
-// command returns a call of the program in a bundle. Nobody needs a shim's events, because exits
-// come from Wait. Shims expect an empty TTRPC_ADDRESS then. With any other, gVisor's ends when it
-// cannot send an event.
+// command returns a call of the program in a bundle, without a receiver of the shim's events.
 func (p *program) command(ctx context.Context, id, bundle string, args ...string) *exec.Cmd {
 	all := append([]string{"-namespace", namespace, "-address", "", "-publish-binary", "/bin/true", "-id", id}, args...)
 	cmd := exec.CommandContext(ctx, p.path, all...)
@@ -47,12 +45,13 @@ func (p *program) command(ctx context.Context, id, bundle string, args ...string
 }
 
 // start starts the shim of a sandbox. It returns the address of its socket and the version of its
-// task service. The shim inherits this process's cgroup and mount namespace.
-func (p *program) start(ctx context.Context, id, bundle string) (address string, version int32, err error) {
+// task service. The shim inherits this process's cgroup and mount namespace. It sends its events to
+// the socket events; empty: to nobody.
+func (p *program) start(ctx context.Context, id, bundle, events string) (address string, version int32, err error) {
 	dir := socketDir
 	params := &bootapi.BootstrapParams{
 		InstanceID: id, Namespace: namespace, ContainerdVersion: "2.4.0", ContainerdBinary: "/bin/true",
-		SocketDir: &dir,
+		SocketDir: &dir, ContainerdTtrpcAddress: events,
 	}
 	if p.options != nil {
 		params.Extensions = []*bootapi.Extension{{Value: p.options}}
@@ -64,6 +63,7 @@ func (p *program) start(ctx context.Context, id, bundle string) (address string,
 	ctx, cancel := context.WithTimeout(ctx, createTimeout)
 	defer cancel()
 	cmd := p.command(ctx, id, bundle, "start")
+	cmd.Env = append(cmd.Env, "TTRPC_ADDRESS="+events)
 	cmd.Stdin = bytes.NewReader(input)
 	var said bytes.Buffer
 	cmd.Stderr = &said

@@ -19,10 +19,12 @@ const (
 	typeSandbox    = "sandbox"
 )
 
-// Descriptors that run and attend get.
+// Descriptors that commands get.
 const (
+	listenFD  = 3 // watch: the socket for events
 	verdictFD = 3 // run: it receives the exit
-	startedFD = 4 // it receives "ok" when the process has started
+	startedFD = 4 // run: it receives "ok" when the process has started
+	attendFD  = 3 // attend: it receives "ok", or an error
 )
 
 // killed is the exit code of a container whose shim was lost.
@@ -32,6 +34,8 @@ const killed = 128 + int(unix.SIGKILL)
 type command struct {
 	pod
 	systemdCgroup bool
+	watches       bool     // somebody receives the shim's events
+	visible       bool     // the node sees the processes of containers
 	args          []string // after the global options
 	global        []string // for a copy of this program
 
@@ -76,6 +80,8 @@ func run(args []string) (log string, code int, err error) {
 	global.StringVar(&c.path, "shim", "", "")
 	global.Func("option", "", func(text string) error { options = append(options, text); return nil })
 	global.StringVar(&c.dir, "root", "", "")
+	global.BoolVar(&c.visible, "visible", false, "")
+	global.BoolVar(&c.watches, "watch", false, "")
 	global.BoolVar(&c.systemdCgroup, "systemd-cgroup", false, "")
 	global.StringVar(&log, "log", "", "")
 	global.String("log-format", "", "")
@@ -143,8 +149,12 @@ func (c *command) execute(name string) (code int, err error) {
 		return 0, c.startProcess(ctx, id)
 	case "attend":
 		return c.attend(ctx, id)
+	case "watch":
+		return 0, c.watch(ctx)
 	case "state":
 		return 0, c.state(ctx, id)
+	case "usage":
+		return 0, c.usage(ctx, id)
 	case "update":
 		return 0, c.update(ctx, id)
 	case "kill":

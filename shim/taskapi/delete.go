@@ -9,10 +9,12 @@ import (
 	"path/filepath"
 	"slices"
 	"strconv"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
+	"berth/internal/pidfd"
 )
 
 // kill sends a signal. A shim that hangs is killed itself, and its pod with it.
@@ -31,7 +33,8 @@ func (c *command) kill(ctx context.Context, id string) (err error) {
 	shim, r, err := c.connect(ctx)
 	if err == nil {
 		defer func() { err = errors.Join(err, shim.close()) }()
-		err = shim.kill(ctx, id, process, uint32(number), false)
+		err = c.killTree(r, id, process)
+		err = errors.Join(err, shim.kill(ctx, id, process, uint32(number), false))
 	}
 	switch {
 	case err == nil:
@@ -43,6 +46,30 @@ func (c *command) kill(ctx context.Context, id string) (err error) {
 		return errors.Join(c.killShim(ctx, r), c.deleteByProgram(ctx, id))
 	}
 	return err
+}
+
+// execPIDPath is a file with the PID of the process of an exec, if the node sees it.
+func (p *pod) execPIDPath(id, exec string) string { return filepath.Join(p.taskDir(id), exec, "pid") }
+
+// killTree kills the process of an exec and its descendants, if the node sees them. A shim kills
+// the process only.
+func (p *pod) killTree(r record, id, exec string) error {
+	pid, err := readJSON[int](p.execPIDPath(id, exec))
+	if err != nil || exec == "" {
+		return nil // the node does not see it
+	}
+	process, err := pidfd.Open(pid)
+	if errors.Is(err, os.ErrProcessDone) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer process.Close()
+	if !pidfd.IsChild(pid, r.PID) { // the PID was used again
+		return nil
+	}
+	return pidfd.KillTree(pid, process)
 }
 
 // maxDeletes is how often the shim's command delete is called for a task. After a half-done delete
@@ -104,12 +131,13 @@ func (c *command) delete(ctx context.Context, id string) (err error) {
 
 // exists returns whether the pod has a shim, or the task a directory.
 func (c *command) exists(id string) bool {
-	for _, path := range []string{c.recordPath(), c.taskDir(id)} {
-		if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
-			return true
-		}
-	}
-	return false
+	return exists(c.recordPath()) || exists(c.taskDir(id))
+}
+
+// exists returns whether a file certainly or possibly exists.
+func exists(path string) bool {
+	_, err := os.Lstat(path)
+	return !errors.Is(err, fs.ErrNotExist)
 }
 
 // removeIdle removes the lock of a pod that has no shim any more.
@@ -127,8 +155,8 @@ func (c *command) removeIdle() error {
 }
 
 // tasks returns the IDs of the pod's tasks.
-func (c *command) tasks() (ids []string, err error) {
-	found, err := filepath.Glob(filepath.Join(c.dir, "*", "task.json"))
+func (p *pod) tasks() (ids []string, err error) {
+	found, err := filepath.Glob(filepath.Join(p.dir, "*", "task.json"))
 	for _, path := range found {
 		ids = append(ids, filepath.Base(filepath.Dir(path)))
 	}
@@ -193,8 +221,17 @@ func endTask(ctx context.Context, shim *client, id string, s *streams) error {
 		return err
 	}
 	defer stop()
-	if err := shim.delete(ctx, id, ""); err != nil && !isGone(err) {
-		return err
+	for begin := time.Now(); ; time.Sleep(deletePause) {
+		err := shim.delete(ctx, id, "")
+		switch {
+		case err == nil || isGone(err):
+			return nil
+		case errors.Is(err, errUnanswered) || time.Since(begin) >= endTimeout:
+			return err
+		}
 	}
-	return nil
 }
+
+// deletePause is the time between two deletes. Kata's shim refuses a delete for a moment after it
+// has told the exit.
+const deletePause = 20 * time.Millisecond

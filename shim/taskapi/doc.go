@@ -16,6 +16,8 @@
 //	        shim's FIFOs and its own descriptors, and reports the exit like runsc's wait
 //	exec    starts a process. A copy of this program stays for it, as with run
 //	update  changes limits inside of a virtual machine
+//	usage   prints the usage of a container
+//	watch   receives the shim's events until the shim has ended
 //	kill, state, delete
 //
 // Every call to a shim except Wait has a timeout. A shim that leaves kills or deletes unanswered

@@ -12,6 +12,8 @@ import (
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"github.com/opencontainers/runtime-spec/specs-go/features"
+
+	"berth/shim/ociruntime"
 )
 
 func (c *command) printVersion() error {
@@ -62,16 +64,21 @@ const gVisorAnnotations = "dev.gvisor."
 
 // help describes the command wait, as runsc does, if the processes of containers are invisible to
 // the node. Shims whose containers have namespaces of the node report them. So does gVisor's, whose
-// containers have namespaces in their sandbox.
+// containers have namespaces in their sandbox. gVisor's figures of a container are its share of the
+// sandbox's, so they are not offered.
 func (c *command) help(ctx context.Context) error {
 	f, err := c.features(ctx)
 	if err != nil {
 		return err
 	}
-	if f != nil && f.Linux != nil && slices.Contains(f.Linux.Namespaces, string(specs.PIDNamespace)) && !isGVisor(f) {
+	switch {
+	case f != nil && isGVisor(f):
+		fmt.Println("wait - included in run")
+	case f != nil && f.Linux != nil && slices.Contains(f.Linux.Namespaces, string(specs.PIDNamespace)):
 		return errors.New("no such command")
+	default:
+		fmt.Println("wait - included in run\n" + ociruntime.MeasuresHelp)
 	}
-	fmt.Println("wait - included in run")
 	return nil
 }
 

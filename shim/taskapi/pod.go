@@ -104,9 +104,9 @@ func (p *pod) connect(ctx context.Context) (*client, record, error) {
 
 // startShim starts the shim of a sandbox. The caller records its process after the sandbox's task
 // exists.
-func (p *pod) startShim(ctx context.Context, id, bundle, cgroupsPath string) (*client, record, error) {
+func (c *command) startShim(ctx context.Context, id, bundle, cgroupsPath string) (*client, record, error) {
 	r := record{Sandbox: id, Bundle: bundle, Cgroup: cgroupsPath}
-	if err := writeJSON(p.recordPath(), r); err != nil {
+	if err := writeJSON(c.recordPath(), r); err != nil {
 		return nil, r, err
 	}
 	if r.Cgroup != "" {
@@ -114,15 +114,22 @@ func (p *pod) startShim(ctx context.Context, id, bundle, cgroupsPath string) (*c
 			return nil, r, err
 		}
 	}
+	events := ""
+	if c.watches {
+		events = r.eventSocket()
+		if err := c.startWatch(&r); err != nil {
+			return nil, r, fmt.Errorf("receive the shim's events: %w", err)
+		}
+	}
 	var err error
-	if r.Address, r.Version, err = p.start(ctx, id, bundle); err != nil {
+	if r.Address, r.Version, err = c.start(ctx, id, bundle, events); err != nil {
 		return nil, r, err
 	}
-	if err := writeJSON(p.recordPath(), r); err != nil {
+	if err := writeJSON(c.recordPath(), r); err != nil {
 		return nil, r, err
 	}
-	c, err := connect(ctx, r.Address, r.Version)
-	return c, r, err
+	shim, err := connect(ctx, r.Address, r.Version)
+	return shim, r, err
 }
 
 // shimCgroup returns the path of the shim's own cgroup beside its sandbox's. Only systemd can make
@@ -194,14 +201,13 @@ func (p *pod) endShim(ctx context.Context, r record) error {
 	if err := p.killShim(ctx, r); err != nil {
 		return err
 	}
-	if err := removeSocket(strings.TrimPrefix(r.Address, "unix://")); err != nil {
-		return err
-	}
-	if err := p.answered(); err != nil {
+	socket := strings.TrimPrefix(r.Address, "unix://")
+	err := errors.Join(removeSocket(socket), removeSocket(r.eventSocket()), p.answered())
+	if err != nil {
 		return err
 	}
 	failpoint.Reach("task.remove-record")
-	err := os.Remove(p.recordPath())
+	err = os.Remove(p.recordPath())
 	failpoint.Reach("task.record-removed")
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -235,10 +241,12 @@ func (p *pod) isLost(r record) bool {
 		return true
 	}
 	process, err := pidfd.OpenVerified(r.PID, r.StartTime)
-	if err == nil {
-		_ = process.Close() // nothing was written
+	if err != nil {
+		return errors.Is(err, os.ErrProcessDone)
 	}
-	return errors.Is(err, os.ErrProcessDone)
+	defer process.Close()
+	ended, err := pidfd.Ended(process)
+	return err == nil && ended
 }
 
 func (p *pod) answered() error {

@@ -86,6 +86,7 @@ type attendant struct {
 	streams
 	client   atomic.Pointer[client] // another one after the connection was lost
 	id, exec string
+	started  *os.File // it receives "ok" when the process has started
 
 	stdin, stdout, stderr int // this side's descriptors
 	slave                 *os.File

@@ -8,14 +8,19 @@ import (
 	"sync/atomic"
 	"testing"
 
+	cgroup1 "github.com/containerd/cgroups/v3/cgroup1/stats"
+	cgroup2 "github.com/containerd/cgroups/v3/cgroup2/stats"
 	bootapi "github.com/containerd/containerd/api/runtime/bootstrap/v1"
 	task2 "github.com/containerd/containerd/api/runtime/task/v2"
 	task3 "github.com/containerd/containerd/api/runtime/task/v3"
+	events "github.com/containerd/containerd/api/services/ttrpc/events/v1"
+	"github.com/containerd/containerd/api/types"
 	runcoptions "github.com/containerd/containerd/api/types/runc/options"
 	runtimeoptions "github.com/containerd/containerd/api/types/runtimeoptions/v1"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/types/known/anypb"
 
 	"berth/internal/testutil"
 )
@@ -135,6 +140,58 @@ func TestOptions(t *testing.T) {
 		testutil.Must(t, proto.Unmarshal(got.Value, message))
 		if name := string(tc.want.ProtoReflect().Descriptor().FullName()); got.TypeUrl != name || !proto.Equal(message, tc.want) {
 			t.Errorf("%s %q gets %s %v, want %s %v", tc.shim, tc.options, got.TypeUrl, message, name, tc.want)
+		}
+	}
+}
+
+// Shims measure in the form of the cgroups that they see.
+func TestUsageOf(t *testing.T) {
+	for _, metrics := range []proto.Message{
+		&cgroup1.Metrics{CPU: &cgroup1.CPUStat{Usage: &cgroup1.CPUUsage{Total: 3000, Kernel: 1000, User: 2000}},
+			Memory: &cgroup1.MemoryStat{TotalInactiveFile: 5, Usage: &cgroup1.MemoryEntry{Usage: 7, Limit: 9}},
+			Pids:   &cgroup1.PidsStat{Current: 4}},
+		&cgroup2.Metrics{CPU: &cgroup2.CPUStat{UsageUsec: 3, SystemUsec: 1, UserUsec: 2},
+			Memory: &cgroup2.MemoryStat{InactiveFile: 5, Usage: 7, UsageLimit: 9}, Pids: &cgroup2.PidsStat{Current: 4}},
+	} {
+		stats, err := anypb.New(metrics)
+		testutil.Must(t, err)
+		u, err := usageOf(stats)
+		if err != nil || u.CPU.Usage != 3000 || u.CPU.System != 1000 || u.CPU.User != 2000 ||
+			u.Memory.Usage != 7 || u.Memory.Limit != 9 || u.Memory.WorkingSet() != 2 || u.Tasks != 4 {
+			t.Errorf("%s: %+v, %v", stats.TypeUrl, u, err)
+		}
+	}
+	if _, err := usageOf(&anypb.Any{TypeUrl: "example/Other"}); err == nil || !strings.Contains(err.Error(), "example/Other") {
+		t.Errorf("another type: %v", err)
+	}
+}
+
+// The guest of a virtual machine chooses the IDs in some events.
+func TestForward(t *testing.T) {
+	p := pod{dir: t.TempDir()}
+	testutil.Must(t, os.Mkdir(p.taskDir("app"), 0o700))
+	testutil.Must(t, os.WriteFile(filepath.Join(p.taskDir("app"), "task.json"), nil, 0o600))
+	testutil.Must(t, os.Mkdir(filepath.Join(p.dir, "other"), 0o700))
+	for _, tc := range []struct {
+		topic, container, process string
+		want                      string // the new file
+	}{
+		{"/tasks/start", "app", "", ""},
+		{"/tasks/exit", "app", "exec-1", ""},
+		{"/tasks/oom", "../app", "", ""},
+		{"/tasks/oom", "other", "", ""},
+		{"/tasks/oom", "app", "", "oom"},
+		{"/tasks/exit", "app", "app", "exit"},
+	} {
+		event, err := proto.Marshal(&task3.WaitRequest{ID: tc.container, ExecID: tc.process})
+		testutil.Must(t, err)
+		_, err = p.Forward(t.Context(), &events.ForwardRequest{
+			Envelope: &types.Envelope{Topic: tc.topic, Event: &anypb.Any{Value: event}}})
+		testutil.Must(t, err)
+		files, err := filepath.Glob(p.dir + "/*/[oe]*")
+		testutil.Must(t, err)
+		if got := strings.Join(files, " "); tc.want == "" && got != "" || tc.want != "" && !exists(filepath.Join(p.taskDir("app"), tc.want)) {
+			t.Errorf("%+v: %q", tc, got)
 		}
 	}
 }
