@@ -48,6 +48,15 @@ func Inspect(path, kind string, version int, decode func(name string, version in
 	return s, nil
 }
 
+// InspectOne is [Inspect] for the record of one name. A missing record leaves the survey empty.
+func InspectOne(path, name, kind string, version int, decode func(name string, version int, body []byte) error) (Survey, error) {
+	var s Survey
+	if err := checkName(name); err != nil {
+		return s, err
+	}
+	return s, s.inspect(filepath.Join(path, name+suffix), name, kind, version, decode)
+}
+
 func (s *Survey) inspect(file, name, kind string, newest int, decode func(string, int, []byte) error) error {
 	data, err := readCapped(file)
 	if errors.Is(err, fs.ErrNotExist) {

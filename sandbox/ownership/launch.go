@@ -6,12 +6,14 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"berth/checkpoint/record"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/sandbox/state"
@@ -74,14 +76,46 @@ func addLiving(to []Launch, dirs state.Dirs, id string) ([]Launch, error) {
 	if unread := (*fs.PathError)(nil); errors.As(err, &unread) {
 		return nil, err
 	}
-	if err != nil || ids.InitPID == 0 { // a damaged record names no process
+	if err != nil { // a damaged record names no process
 		return to, nil
 	}
-	alive, err := runs(ids.InitPID, ids.InitStartTime)
+	return addRunning(to, Launch{ID: id, Init: ids.InitPID, Start: ids.InitStartTime, At: info.ModTime()})
+}
+
+// addRunning appends a launch if its process runs.
+func addRunning(to []Launch, l Launch) ([]Launch, error) {
+	if l.Init == 0 {
+		return to, nil
+	}
+	alive, err := runs(l.Init, l.Start)
 	if err != nil || !alive {
 		return to, err
 	}
-	return append(to, Launch{ID: id, Init: ids.InitPID, Start: ids.InitStartTime, At: info.ModTime()}), nil
+	return append(to, l), nil
+}
+
+// pauseOf returns the pause that a pod's record of this boot names. The process is 0 if the record
+// is missing, damaged or another object's.
+func pauseOf(dirs state.Dirs, id, bootID string) (Launch, error) {
+	found, err := state.InspectOne(dirs.Root, dirs.State, id)
+	if err != nil {
+		return Launch{}, err
+	}
+	p := found.Pods[id]
+	if p == nil || p.BootID != bootID {
+		return Launch{}, nil
+	}
+	return Launch{ID: id, Init: p.PausePID, Start: p.PauseStart}, nil
+}
+
+// isReadable reports whether a daemon can load the record of an object, or a newer one can.
+func isReadable(dirs state.Dirs, id string) (bool, error) {
+	found, err := state.InspectOne(dirs.Root, dirs.State, id)
+	if err != nil {
+		return false, err
+	}
+	newer := slices.ContainsFunc(found.Surveys, func(s record.Survey) bool { return len(s.Newer) > 0 })
+	return newer || len(found.Pods)+len(found.Containers) > 0, nil
 }
 
 // runs reports whether the process with that ID and start time has not ended.
