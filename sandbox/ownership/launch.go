@@ -28,6 +28,8 @@ type Launch struct {
 	Init  int       // its process
 	Start uint64    // of the process, in clock ticks since boot
 	At    time.Time // of the launch; zero: unknown
+
+	damaged bool // the record in the state directory is damaged
 }
 
 // Kill kills the process. The kernel and the monitor end the rest of a container.
@@ -76,10 +78,45 @@ func addLiving(to []Launch, dirs state.Dirs, id string) ([]Launch, error) {
 	if unread := (*fs.PathError)(nil); errors.As(err, &unread) {
 		return nil, err
 	}
-	if err != nil { // a damaged record names no process
-		return to, nil
+	l := Launch{ID: id, Init: ids.InitPID, Start: ids.InitStartTime, At: info.ModTime(), damaged: err != nil}
+	if l.damaged {
+		if l.Init, l.Start, err = processOf(id); err != nil {
+			return nil, err
+		}
 	}
-	return addRunning(to, Launch{ID: id, Init: ids.InitPID, Start: ids.InitStartTime, At: info.ModTime()})
+	return addRunning(to, l)
+}
+
+// processOf returns a process in the cgroup of a pod or container, whose name contains the ID. It
+// returns 0 if there is none.
+func processOf(id string) (pid int, start uint64, err error) {
+	err = eachProcess(func(p int) {
+		if pid != 0 {
+			return
+		}
+		groups, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", p))
+		if err != nil || !strings.Contains(string(groups), id) { // gone, or another process
+			return
+		}
+		if start, err = pidfd.StartTime(p); err == nil {
+			pid = p
+		}
+	})
+	return pid, start, err
+}
+
+// eachProcess calls use with the ID of each process of the node.
+func eachProcess(use func(pid int)) error {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return fmt.Errorf("list processes: %w", err)
+	}
+	for _, e := range entries {
+		if pid, err := strconv.Atoi(e.Name()); err == nil {
+			use(pid)
+		}
+	}
+	return nil
 }
 
 // addRunning appends a launch if its process runs.
@@ -136,29 +173,21 @@ func monitorsOf(root string) (found []Launch, err error) {
 	if real, err := filepath.EvalSymlinks(root); err == nil {
 		root = real
 	}
-	entries, err := os.ReadDir("/proc")
-	if err != nil {
-		return nil, fmt.Errorf("find monitors: %w", err)
-	}
-	for _, e := range entries {
-		pid, err := strconv.Atoi(e.Name())
-		if err != nil {
-			continue
-		}
-		exe, err := os.Readlink(filepath.Join("/proc", e.Name(), "exe"))
+	err = eachProcess(func(pid int) {
+		exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid))
 		if err != nil || !isMonitor(exe, root) { // a kernel thread, or gone
-			continue
+			return
 		}
-		args, err := os.ReadFile(filepath.Join("/proc", e.Name(), "cmdline"))
+		args, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
 		if err != nil { // gone
-			continue
+			return
 		}
 		l := watched(string(args))
 		if l.Start, err = pidfd.StartTime(l.Init); err == nil && l.ID != "" && pidfd.IsChild(l.Init, pid) {
 			found = append(found, l)
 		}
-	}
-	return found, nil
+	})
+	return found, err
 }
 
 // isMonitor reports whether a program is a monitor in the folder of programs below root.

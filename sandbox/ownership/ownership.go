@@ -87,7 +87,7 @@ type survey struct {
 	damaged   []Launch  // in the state directory, if none of the records of running objects can be read
 	unknown   []Launch  // in the state directory, without a record
 	orphans   []Launch  // without a record and without state
-	displaced []Launch  // with a record, but without state
+	displaced []Launch  // with a record, but without readable state
 }
 
 // read lists objects before records, because an object has a record until it is removed. Whether an
@@ -124,6 +124,11 @@ func (s *survey) addLaunched(ids []string) (err error) {
 		}
 		if *to, err = addLiving(*to, s.dirs, id); err != nil {
 			return err
+		}
+	}
+	for _, l := range known {
+		if l.damaged {
+			s.displaced = append(s.displaced, l)
 		}
 	}
 	for _, l := range known {
@@ -204,10 +209,11 @@ func (s *survey) whyLost() string {
 		return "its folders of records were removed"
 	case len(s.orphans) > 0:
 		return "the state directory does not know them either"
-	case !s.knows:
-		return "their records were removed"
 	}
-	return s.whyOlder(time.Now())
+	if why := s.whyOlder(time.Now()); why != "" || s.knows {
+		return why
+	}
+	return "their records were removed"
 }
 
 // whyOlder compares times of the unknown objects and of the records. Both come from the same clock,
@@ -273,8 +279,8 @@ func (s *survey) checkState() error {
 		return err
 	}
 	return errdefs.FailedPrecondition("state %s%s does not have %d pods and containers that run on this node (%s): it was"+
-		" moved or emptied, or another filesystem covers it. Berth would kill them. Unmount that filesystem, or correct"+
-		" state in the configuration, and start berth again; until then they keep running. To give them up, run"+
+		" moved, emptied or damaged, or another filesystem covers it. Berth would kill them. Unmount that filesystem, or"+
+		" correct state in the configuration, and start berth again; until then they keep running. To give them up, run"+
 		" \"berth reset\" or restart the node",
 		s.dirs.State, placeOf(s.dirs.State), len(s.displaced), names(s.displaced))
 }
