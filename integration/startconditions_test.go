@@ -109,6 +109,7 @@ func (s *startTable) run(t *testing.T) {
 	s.pod = s.d.RunPod(t, harness.HostNetwork)
 	s.container = s.pod.Run(t)
 	s.pids = []int{s.container.Pid(t), s.pod.PausePID(t)}
+	harness.MonitorOf(t, s.d, s.container) // waits until the launcher has become the monitor
 }
 
 // mountsBelow returns the mount points at and below dir, oldest first.

@@ -124,6 +124,12 @@ func want(prefix, cni, zsh string) []file {
 	return all
 }
 
+// fallback are the files that start the previous version if the installed one cannot start.
+var fallback = []file{
+	{"/usr/lib/berth/fallback", "-rwxr-xr-x", ""},
+	{"/usr/lib/systemd/system/berth.service.d/00-fallback.conf", "-rw-r--r--", ""},
+}
+
 // manPages returns the names of the man pages of a command and its subcommands.
 func manPages(c *cobra.Command) []string {
 	pages := []string{strings.ReplaceAll(c.CommandPath(), " ", "-") + ".8.gz"}
@@ -184,6 +190,7 @@ func TestDebContents(t *testing.T) {
 		}
 	}
 	compare(t, got, owned(append(want("/usr", "/usr/lib/cni", "/usr/share/zsh/vendor-completions"),
+		fallback[0], fallback[1],
 		file{"/etc/berth/", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d/", "drwxr-xr-x", ""}, file{"/etc/berth/config.d/", "drwxr-xr-x", ""}, file{"/etc/berth/images.d/", "drwxr-xr-x", ""},
 		file{"/etc/berth/config.toml", "-rw-r--r--", ""},
 		file{"/usr/share/doc/berth/copyright", "-rw-r--r--", ""}, file{"/usr/share/doc/berth/changelog.gz", "-rw-r--r--", ""}), "root/root"))
@@ -204,7 +211,7 @@ func TestDebControl(t *testing.T) {
 			}
 		}
 	}
-	for _, name := range []string{"postinst", "prerm", "postrm"} {
+	for _, name := range []string{"preinst", "postinst", "prerm", "postrm"} {
 		if info, err := os.Stat(filepath.Join(dir, name)); err != nil || info.Mode().Perm() != 0o755 {
 			t.Errorf("%s: %v, %v", name, info, err)
 		}
@@ -221,6 +228,7 @@ func TestRPMContents(t *testing.T) {
 		got = append(got, file{words[0], words[1], words[2]})
 	}
 	compare(t, got, owned(append(want("/usr", "/usr/libexec/cni", "/usr/share/zsh/site-functions"),
+		fallback[0], fallback[1],
 		file{"/etc/berth", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d", "drwxr-xr-x", ""}, file{"/etc/berth/config.d", "drwxr-xr-x", ""}, file{"/etc/berth/images.d", "drwxr-xr-x", ""}, file{"/usr/share/berth", "drwxr-xr-x", ""},
 		file{"/etc/berth/config.toml", "-rw-r--r--", ""}, file{"/usr/share/licenses/berth/LICENSE", "-rw-r--r--", ""}), "root/root"))
 	if out := run(t, "rpm", "-q", "--nosignature", "-p", "--configfiles", rpm); out != "/etc/berth/config.toml\n" {
