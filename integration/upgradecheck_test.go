@@ -62,10 +62,11 @@ func TestUpgradeCheck(t *testing.T) {
 	d.StateMatches(t)
 }
 
-// treeOf lists the files of a daemon's root and state with their times.
+// treeOf lists the files of a daemon's root and state with their times. Not directories: checks of
+// the node make and remove temporary ones.
 func treeOf(t *testing.T, d *harness.Daemon) string {
 	t.Helper()
-	out, err := exec.Command("find", d.Root, d.State, "-printf", "%p %s %T@\n").Output()
+	out, err := exec.Command("find", d.Root, d.State, "-type", "f", "-printf", "%p %s %T@\n").Output()
 	harness.Must(t, err)
 	return string(out)
 }
