@@ -317,14 +317,16 @@ func TestUnitFilesAreValid(t *testing.T) {
 	dir := t.TempDir()
 	run(t, "dpkg-deb", "--extract", one(t, packages(t), "*.deb"), dir)
 	units := filepath.Join(dir, "usr/lib/systemd/system")
-	for _, unit := range []string{"berth.service", "berth.socket"} {
+	for _, unit := range []string{"berth.service", "berth.socket", "berth.service.d/00-fallback.conf"} {
 		path := filepath.Join(units, unit)
 		content, err := os.ReadFile(path)
 		if err != nil {
 			t.Fatal(err)
 		}
 		// systemd-analyze looks for the program on this machine.
-		content = bytes.ReplaceAll(content, []byte("/usr/bin/berth"), []byte(filepath.Join(dir, "usr/bin/berth")))
+		for _, program := range []string{"/usr/bin/berth", "/usr/lib/berth/"} {
+			content = bytes.ReplaceAll(content, []byte(program), []byte(dir+program))
+		}
 		if err := os.WriteFile(path, content, 0o600); err != nil {
 			t.Fatal(err)
 		}

@@ -90,7 +90,7 @@ func TestUpgradeFallsBack(t *testing.T) {
 	for _, tt := range []struct{ name, check, daemon, want, done string }{
 		{"good", "exit 0", "exit 0", "", "restart\n"},
 		{"refused", "exit 1", "exit 0", "cannot take over this node. The previous daemon keeps running", ""},
-		{"broken", "exit 0", "exit 1", "does not start. The previous version serves", "restart\n"},
+		{"broken", "exit 0", "exit 1", "does not start, so systemd starts the previous version", "restart\n"},
 	} {
 		for name, args := range map[string][]string{"deb/postinst": {"configure", "1"}, "rpm/post": {"2"}} {
 			t.Run(tt.name+" "+name, func(t *testing.T) {
