@@ -148,20 +148,13 @@ func (s *survey) addStateless(candidates []Launch) error {
 		return err
 	}
 	for id := range s.recorded {
-		if has, err := s.dirs.HasState(id); has || err != nil {
-			if err != nil {
-				return err
-			}
-			continue
-		}
-		pause, err := pauseOf(s.dirs, id, bootID)
-		if err != nil {
-			return err
-		}
-		candidates = append(candidates, pause)
+		candidates = append(candidates, Launch{ID: id})
 	}
 	for _, l := range candidates {
 		has, err := s.dirs.HasState(l.ID)
+		if err == nil && !has && l.Init == 0 {
+			l, err = pauseOf(s.dirs, l.ID, bootID)
+		}
 		if err != nil {
 			return err
 		}
