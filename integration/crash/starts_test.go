@@ -41,7 +41,7 @@ func (w *world) containerRecord() string {
 // otherPod runs a pod whose record the case keeps. Without any record of a running pod no daemon
 // starts.
 func otherPod(t *testing.T, w *world) {
-	harness.Get(w.d.Cri.RunPodSandbox(t.Context(), w.d.PodConfig(t, harness.HostNetwork), ""))(t)
+	harness.Get(w.d.Cri.RunPodSandbox(t.Context(), w.d.PodConfig(t, w.named("other", "other"), harness.HostNetwork), ""))(t)
 }
 
 // loseProcesses kills all pods and empties the state directory, as a restart of a node that is a
