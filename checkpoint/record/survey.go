@@ -49,12 +49,13 @@ func Inspect(path, kind string, version int, decode func(name string, version in
 }
 
 // InspectOne is [Inspect] for the record of one name. A missing record leaves the survey empty.
-func InspectOne(path, name, kind string, version int, decode func(name string, version int, body []byte) error) (Survey, error) {
-	var s Survey
+func InspectOne(path, name, kind string, version int,
+	decode func(name string, version int, body []byte) error) (s Survey, err error) {
 	if err := checkName(name); err != nil {
 		return s, err
 	}
-	return s, s.inspect(filepath.Join(path, name+suffix), name, kind, version, decode)
+	err = s.inspect(filepath.Join(path, name+suffix), name, kind, version, decode)
+	return s, err
 }
 
 func (s *Survey) inspect(file, name, kind string, newest int, decode func(string, int, []byte) error) error {

@@ -104,11 +104,15 @@ func InspectOne(root, state, id string) (*Found, error) {
 		})
 }
 
-// decoder decodes the body of a record.
-type decoder = func(name string, version int, body []byte) error
+type (
+	// decoder decodes the body of a record.
+	decoder = func(name string, version int, body []byte) error
+	// reader reads records of a folder.
+	reader = func(path, kind string, version int, decode decoder) (record.Survey, error)
+)
 
 // inspect calls read for each folder of records.
-func inspect(dirs Dirs, read func(path, kind string, version int, decode decoder) (record.Survey, error)) (*Found, error) {
+func inspect(dirs Dirs, read reader) (*Found, error) {
 	r := &Found{Pods: map[string]*FoundPod{}, Containers: map[string]*FoundContainer{}}
 	for _, folder := range []struct {
 		name, kind string

@@ -28,8 +28,8 @@ func Root() *cobra.Command {
 		RunE:          cli.Group,
 	}
 	root.SetFlagErrorFunc(cli.FlagError)
-	root.AddCommand(serveCommand(), configCommand(), check.Command(), check.UpgradeCommand(), reset.Command(), debug.Command(),
-		images.Command())
+	root.AddCommand(serveCommand(), configCommand(), check.Command(), check.UpgradeCommand(), reset.Command(),
+		debug.Command(), images.Command())
 	root.AddCommand(images.Shortcuts()...)
 	root.AddCommand(operator.Commands()...)
 	group(root)
