@@ -130,8 +130,8 @@ func wantRefusal(t *testing.T, cmd *exec.Cmd, want ...string) {
 	harness.WantText(t, cmd.Path, string(out), want...)
 }
 
-// Two nodes share a machine, and a daemon gets the root of one and the state directory of the other.
-// It does not start, whether the other daemon runs or not, and no pod ends.
+// Two nodes share a machine. A daemon gets the root of one and the state directory of the other. It
+// does not start, whether the other daemon runs or not, and no pod ends.
 func TestCrossedDirectories(t *testing.T) {
 	a, b := harness.StartDaemon(t), harness.StartDaemon(t)
 	pods := []*harness.Pod{a.RunPod(t, harness.HostNetwork), b.RunPod(t, harness.HostNetwork)}

@@ -18,8 +18,8 @@ import (
 	"berth/internal/testutil"
 )
 
-// The tables name the outcome of a start for each condition of root (rows) and of the state directory
-// (columns), by a letter of outcomes.
+// The tables name the outcome of a start for each condition of root (rows) and of the state
+// directory (columns), by a letter of outcomes.
 const (
 	whilePodsRun = `
 root       present empty missing foreign older copy damaged read-only full
@@ -264,11 +264,11 @@ func (s *startTable) removePods(t *testing.T) {
 	}
 }
 
-// A daemon that starts while pods run serves them or refuses to start. It kills no process, whatever
-// root and the state directory are like. `berth config check` says the same before.
+// A daemon that starts while pods run serves them or refuses to start. It kills no process in any
+// condition of root and the state directory. `berth config check` says the same before.
 func TestStartConditions(t *testing.T) { checkStarts(t, whilePodsRun, true) }
 
-// If the pods' processes have ended, the daemon serves, except if it cannot write or read its state.
+// If the pods' processes have ended, the daemon serves, unless it cannot write or read its state.
 func TestStartConditionsAfterPodsEnded(t *testing.T) {
 	testutil.Long(t)
 	checkStarts(t, afterPodsEnded, false)

@@ -41,7 +41,7 @@ func writeProgram(t *testing.T, path, text string) {
 }
 
 // An upgrade keeps the installed programs. If the new daemon ends before it serves, the next start
-// executes the kept one, until another upgrade. programs print their version, and fail if it is "bad".
+// executes the kept one, until another upgrade. Version "bad" ends at once.
 func TestFallback(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -52,7 +52,7 @@ func TestFallback(t *testing.T) {
 		out, err := fallback("start")
 		after := "started"
 		if err != nil {
-			after = "ended" // without SERVICE_RESULT, as after a failure
+			after = "ended" // SERVICE_RESULT is not "success"
 		}
 		if _, err := fallback(after); err != nil || !strings.HasSuffix(out, want+"\n") {
 			t.Errorf("%v, %q; want %s", err, out, want)

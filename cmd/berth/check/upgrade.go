@@ -184,7 +184,7 @@ func checkRecords(cfg *config.Config) (nodecheck.Finding, error) {
 		len(found.Containers), len(images))), nil
 }
 
-// checkLaunches reports running pods and containers whose monitors this version does not understand.
+// checkLaunches reports pods and containers whose monitors this version does not understand.
 func checkLaunches(cfg *config.Config) (nodecheck.Finding, error) {
 	const subject = "monitors"
 	dirs := state.Dirs{Root: cfg.Root, State: cfg.State}
