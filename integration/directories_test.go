@@ -92,7 +92,7 @@ func TestWrongDirectories(t *testing.T) {
 			}
 			pod := d.RunPod(t)
 			container := pod.Run(t)
-			pids := []int{container.Pid(t), pod.PausePID(t)}
+			pids := []int{container.Pid(t), pod.PausePID(t), harness.MonitorOf(t, d, container)}
 			d.Stop(t)
 			undo := c.spoil(t, d)
 			var flags []string
@@ -100,15 +100,8 @@ func TestWrongDirectories(t *testing.T) {
 				flags = c.flags(d)
 			}
 			flags = append(d.Flags(), flags...)
-			for _, cmd := range []*exec.Cmd{d.Command(append([]string{"config", "check"}, flags...)...), d.DaemonCommand(flags...)} {
-				cmd.WaitDelay = time.Second
-				end := time.AfterFunc(time.Minute, func() { _ = cmd.Process.Kill() }) // a daemon that starts
-				out, err := cmd.CombinedOutput()
-				end.Stop()
-				if err == nil || !strings.Contains(string(out), c.want) || !strings.Contains(string(out), "berth reset") {
-					t.Errorf("%s: %v, want %q in:\n%s", cmd.Path, err, c.want, out)
-				}
-			}
+			wantRefusal(t, d.Command(append([]string{"config", "check"}, flags...)...), c.want, "berth reset")
+			wantRefusal(t, d.DaemonCommand(flags...), c.want, "berth reset")
 			for _, pid := range pids {
 				harness.Equal(t, fmt.Sprintf("process %d is alive", pid), machine.Alive(pid), true)
 			}
@@ -122,6 +115,73 @@ func TestWrongDirectories(t *testing.T) {
 			harness.Must(t, os.RemoveAll(d.Root+".backup"))
 		})
 	}
+}
+
+// wantRefusal runs a daemon, or a check of its configuration, that must fail with these texts.
+func wantRefusal(t *testing.T, cmd *exec.Cmd, want ...string) {
+	t.Helper()
+	cmd.WaitDelay = time.Second
+	end := time.AfterFunc(time.Minute, func() { _ = cmd.Process.Kill() }) // a daemon that starts
+	defer end.Stop()
+	out, err := cmd.CombinedOutput()
+	if err == nil {
+		t.Errorf("%s: no error", cmd.Path)
+	}
+	harness.WantText(t, cmd.Path, string(out), want...)
+}
+
+// Two nodes share a machine. A daemon gets the root of one and the state directory of the other. It
+// does not start, whether the other daemon runs or not, and no pod ends.
+func TestCrossedDirectories(t *testing.T) {
+	a, b := harness.StartDaemon(t), harness.StartDaemon(t)
+	pods := []*harness.Pod{a.RunPod(t, harness.HostNetwork), b.RunPod(t, harness.HostNetwork)}
+	containers := []*harness.Container{pods[0].Run(t), pods[1].Run(t)}
+	pids := []int{containers[0].Pid(t), containers[1].Pid(t)}
+	cross := func(d *harness.Daemon, root, state, want string) {
+		t.Helper()
+		flags := append(d.Flags(), "--root", root, "--state", state)
+		wantRefusal(t, d.Command(append([]string{"config", "check"}, flags...)...), "another root than the one", "berth reset")
+		wantRefusal(t, d.DaemonCommand(flags...), want)
+	}
+	a.Stop(t)
+	cross(a, a.Root, b.State, "another berth uses "+b.State)
+	cross(a, b.Root, a.State, "another berth uses "+b.Root)
+	b.Stop(t)
+	cross(a, a.Root, b.State, "another root than the one")
+	cross(a, b.Root, a.State, "another root than the one")
+	a.Start(t)
+	b.Start(t)
+	for i, c := range containers {
+		harness.Equal(t, "the container's process", c.Pid(t), pids[i])
+		pods[i].Remove(t) // each daemon's leak check sees the pods of both
+	}
+}
+
+// Root is a snapshot that has one of two pods. The clock was ahead when the snapshot was made, so
+// the time of its records does not show its age.
+func TestOlderRootAndClockSetBack(t *testing.T) {
+	d := harness.StartDaemon(t)
+	d.RunPod(t, harness.HostNetwork)
+	folders := []string{d.Root + "/pods", d.Root + "/containers"}
+	for _, f := range folders {
+		harness.Must(t, exec.Command("cp", "-a", f, f+".snapshot").Run())
+	}
+	later := d.RunPod(t, harness.HostNetwork).Run(t)
+	pid, ahead := later.Pid(t), time.Now().AddDate(1, 0, 0)
+	d.Stop(t)
+	for _, f := range folders {
+		harness.Must(t, os.Rename(f, f+".now"))
+		harness.Must(t, os.Rename(f+".snapshot", f))
+		harness.Must(t, os.Chtimes(f, ahead, ahead))
+	}
+	harness.WantText(t, "refusal", d.TryStart(t), "does not know 2 pods", "the clock was set back")
+	harness.Equal(t, "the container is alive", machine.Alive(pid), true)
+	for _, f := range folders {
+		harness.Must(t, os.RemoveAll(f))
+		harness.Must(t, os.Rename(f+".now", f))
+	}
+	d.Start(t)
+	harness.Equal(t, "the container's process", later.Pid(t), pid)
 }
 
 // A root that was removed, copied to another disk, or moved does not matter if no pod runs.

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -354,20 +355,20 @@ func TestRunsc(t *testing.T) {
 // The daemon removes the containers of an OCI runtime if the records of their pod are lost.
 func TestCrunWithoutRecords(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithHandler("crun", harness.Crun(t)))
+	other := d.RunPod(t, harness.HostNetwork) // berth refuses to start if it knows none of the pods
 	pod := runPodWith(t, d, "crun", harness.HostNetwork)
 	c := pod.Run(t)
 	pid := c.Pid(t)
 	d.Kill(t)
-	for _, dir := range []string{"pods", "containers"} { // berth refuses to start without the folders
-		for _, record := range machine.ReadDir(filepath.Join(d.Root, dir)) {
-			harness.Must(t, os.RemoveAll(filepath.Join(d.Root, dir, record)))
-		}
+	for _, record := range []string{"pods/" + pod.Id, "containers/" + c.Id} {
+		harness.Must(t, os.Remove(filepath.Join(d.Root, record+".record")))
 	}
 	d.Start(t)
 	harness.Eventually(t, "the pod's container is removed", func() error {
 		for _, dir := range []string{"c", "oci"} {
-			if left, err := os.ReadDir(filepath.Join(d.State, dir)); err != nil || len(left) > 0 {
-				return fmt.Errorf("%s has %v, %w", dir, left, err)
+			left := machine.ReadDir(filepath.Join(d.State, dir))
+			if slices.Contains(left, pod.Id) || slices.Contains(left, c.Id) {
+				return fmt.Errorf("%s has %v", dir, left)
 			}
 		}
 		if machine.Alive(pid) {
@@ -375,6 +376,7 @@ func TestCrunWithoutRecords(t *testing.T) {
 		}
 		return nil
 	})
+	harness.Equal(t, "state of the other pod", other.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
 }
 
 // If the daemon exits during a start, the container has not failed. The next daemon reports it as

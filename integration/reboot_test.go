@@ -122,60 +122,62 @@ func TestRestartOfTheNodeInTheSameBoot(t *testing.T) {
 }
 
 // While pods run, the state directory is emptied or covered by another filesystem. The next daemon
-// kills the pods' processes before it reports the containers as exited, because kubelet then starts
-// new ones.
+// does not start, and the pods keep running. It has them again when nothing covers the directory.
+// `berth reset` gives them up.
 func TestStateDirectoryIsLostWhilePodsRun(t *testing.T) {
-	t.Run("emptied", func(t *testing.T) {
-		d := harness.StartDaemon(t)
-		checkStateLost(t, d, func() { d.LoseState(t) })
-		d.StateSettles(t)
-	})
 	t.Run("covered", func(t *testing.T) {
 		d := harness.StartDaemon(t)
-		checkStateLost(t, d, func() { harness.Must(t, unix.Mount("run", d.State, "tmpfs", 0, "mode=700")) })
-		d.Kill(t)
-		d.LoseState(t) // empties the covered directory, too
+		lost := loseState(t, d, func() { harness.Must(t, unix.Mount("run", d.State, "tmpfs", 0, "mode=700")) })
+		harness.Must(t, unix.Unmount(d.State, unix.MNT_DETACH))
 		d.Start(t)
+		for i, r := range lost.pods {
+			harness.Equal(t, "the container's process", r.running.Pid(t), lost.inits[i])
+			harness.Equal(t, "exec", r.running.Exec(t, "echo", "fine"), "fine")
+		}
+		d.StateSettles(t)
+	})
+	t.Run("emptied", func(t *testing.T) {
+		before := harness.MachineSnapshot(nil)
+		d := harness.NewDaemon(t)
+		d.Start(t)
+		lost := loseState(t, d, func() { d.LoseState(t) })
+		if out, err := reset(d, "--yes"); err != nil {
+			t.Fatalf("%v\n%s", err, out)
+		}
+		for _, pid := range append(lost.inits, lost.others...) {
+			waitDead(t, pid)
+		}
+		harness.Eventually(t, "addresses are released", func() error { return noAddresses(d) })
+		harness.NoMachineLeaks(t, before, d)
 	})
 }
 
-func checkStateLost(t *testing.T, d *harness.Daemon, lose func()) {
+// stateless are pods that run without their state directory.
+type stateless struct {
+	pods          []*rebooted
+	inits, others []int // processes of their containers; their pauses and monitors
+}
+
+// loseState runs pods, loses the state directory, and checks that no daemon starts.
+func loseState(t *testing.T, d *harness.Daemon, lose func()) (l stateless) {
 	t.Helper()
-	pods := map[string]*rebooted{
-		"host port":   newRebooted(t, d, []harness.PodOption{harness.HostPort(18089, 80, runtimeapi.Protocol_TCP)}),
-		"shared PIDs": newRebooted(t, d, []harness.PodOption{harness.SharedPID}),
+	l.pods = []*rebooted{
+		newRebooted(t, d, []harness.PodOption{harness.HostPort(18089, 80, runtimeapi.Protocol_TCP)}),
+		newRebooted(t, d, []harness.PodOption{harness.SharedPID}),
 	}
-	var inits, others []int
-	for _, r := range pods {
-		inits = append(inits, r.running.Pid(t))
-		others = append(others, r.PausePID(t), harness.MonitorOf(t, d, r.running))
+	for _, r := range l.pods {
+		l.inits = append(l.inits, r.running.Pid(t))
+		l.others = append(l.others, r.PausePID(t), harness.MonitorOf(t, d, r.running))
 	}
 	d.Kill(t)
 	lose()
-	for _, pid := range append(inits, others...) {
+	harness.WantText(t, "refusal", d.TryStart(t), "state "+d.State, "does not have 4 pods and containers that run on this node")
+	for _, pid := range append(l.inits, l.others...) {
 		if !machine.Alive(pid) {
 			t.Errorf("process %d ended after the loss of the state directory", pid)
 		}
 	}
-	d.Start(t)
-	for _, r := range pods { // the first answers of the daemon
-		harness.Equal(t, "state of the container", r.running.Status(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
-	}
-	for _, pid := range inits {
-		if machine.Alive(pid) {
-			t.Errorf("process %d of a container runs although its state is exited", pid)
-		}
-	}
-	for name, r := range pods {
-		t.Run(name, func(t *testing.T) { r.check(t, afterRestart) })
-	}
-	for _, pid := range others {
-		waitDead(t, pid)
-	}
-	harness.Eventually(t, "addresses are released", func() error { return noAddresses(d) })
-	for name, r := range pods {
-		t.Run("the next attempt of "+name, r.nextAttempt)
-	}
+	return l
 }
 
 // If only the ID of the state directory is lost, all pods keep running.

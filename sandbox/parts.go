@@ -4,9 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
-	"os"
 	"path/filepath"
-	"strings"
 	"sync"
 
 	"berth/checkpoint/process/archive"
@@ -68,7 +66,7 @@ func openParts(
 	if err := cgroup.Prepare(); err != nil {
 		return nil, err
 	}
-	if p.bootID, err = readBootID(); err != nil {
+	if p.bootID, err = host.BootID(); err != nil {
 		return nil, err
 	}
 	if p.run, err = openRun(p.node.Dirs, cfg.Log); err != nil {
@@ -172,14 +170,6 @@ func (p *parts) makeContainers(cfg Config, images *image.Store, programs payload
 		Tasks:         tasks,
 		Log:           cfg.Log,
 	}
-}
-
-func readBootID() (string, error) {
-	data, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
-	if err != nil {
-		return "", fmt.Errorf("read boot ID: %w", err)
-	}
-	return strings.TrimSpace(string(data)), nil
 }
 
 // openRun opens the run of the state directory (see state.Run).

@@ -17,7 +17,8 @@ func ReadShim(dir string) (proto.PIDs, error) {
 	}
 	p, err := proto.DecodePIDs(data)
 	if err != nil {
-		return proto.PIDs{}, fmt.Errorf("read shim record of %s: %w", dir, err)
+		return proto.PIDs{}, fmt.Errorf("read shim record of %s: %w: remove that directory if no process of the launch runs",
+			dir, err)
 	}
 	return p, nil
 }

@@ -48,6 +48,16 @@ func Inspect(path, kind string, version int, decode func(name string, version in
 	return s, nil
 }
 
+// InspectOne is [Inspect] for the record of one name. A missing record leaves the survey empty.
+func InspectOne(path, name, kind string, version int,
+	decode func(name string, version int, body []byte) error) (s Survey, err error) {
+	if err := checkName(name); err != nil {
+		return s, err
+	}
+	err = s.inspect(filepath.Join(path, name+suffix), name, kind, version, decode)
+	return s, err
+}
+
 func (s *Survey) inspect(file, name, kind string, newest int, decode func(string, int, []byte) error) error {
 	data, err := readCapped(file)
 	if errors.Is(err, fs.ErrNotExist) {

@@ -53,6 +53,12 @@ func TestInspect(t *testing.T) {
 	if !slices.Equal(before, files()) {
 		t.Error("the folder was changed")
 	}
+	for name, damaged := range map[string]int{"good": 0, "none": 0, "bad": 1} {
+		s, err := InspectOne(path, name, "doc", 1, func(string, int, []byte) error { return nil })
+		if err != nil || len(s.Damaged) != damaged || len(s.SetAside) > 0 {
+			t.Errorf("record %s: %+v, %v", name, s, err)
+		}
+	}
 	if s, err := Inspect(filepath.Join(path, "none"), "doc", 1, nil); err != nil || len(s.Damaged) > 0 {
 		t.Errorf("missing folder: %+v, %v", s, err)
 	}

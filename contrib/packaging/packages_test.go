@@ -124,6 +124,12 @@ func want(prefix, cni, zsh string) []file {
 	return all
 }
 
+// fallback are the files that start the previous version if the installed one cannot start.
+var fallback = []file{
+	{"/usr/lib/berth/fallback", "-rwxr-xr-x", ""},
+	{"/usr/lib/systemd/system/berth.service.d/00-fallback.conf", "-rw-r--r--", ""},
+}
+
 // manPages returns the names of the man pages of a command and its subcommands.
 func manPages(c *cobra.Command) []string {
 	pages := []string{strings.ReplaceAll(c.CommandPath(), " ", "-") + ".8.gz"}
@@ -184,6 +190,7 @@ func TestDebContents(t *testing.T) {
 		}
 	}
 	compare(t, got, owned(append(want("/usr", "/usr/lib/cni", "/usr/share/zsh/vendor-completions"),
+		fallback[0], fallback[1],
 		file{"/etc/berth/", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d/", "drwxr-xr-x", ""}, file{"/etc/berth/config.d/", "drwxr-xr-x", ""}, file{"/etc/berth/images.d/", "drwxr-xr-x", ""},
 		file{"/etc/berth/config.toml", "-rw-r--r--", ""},
 		file{"/usr/share/doc/berth/copyright", "-rw-r--r--", ""}, file{"/usr/share/doc/berth/changelog.gz", "-rw-r--r--", ""},
@@ -205,7 +212,7 @@ func TestDebControl(t *testing.T) {
 			}
 		}
 	}
-	for _, name := range []string{"postinst", "prerm", "postrm"} {
+	for _, name := range []string{"preinst", "postinst", "prerm", "postrm"} {
 		if info, err := os.Stat(filepath.Join(dir, name)); err != nil || info.Mode().Perm() != 0o755 {
 			t.Errorf("%s: %v, %v", name, info, err)
 		}
@@ -222,6 +229,7 @@ func TestRPMContents(t *testing.T) {
 		got = append(got, file{words[0], words[1], words[2]})
 	}
 	compare(t, got, owned(append(want("/usr", "/usr/libexec/cni", "/usr/share/zsh/site-functions"),
+		fallback[0], fallback[1],
 		file{"/etc/berth", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d", "drwxr-xr-x", ""}, file{"/etc/berth/config.d", "drwxr-xr-x", ""}, file{"/etc/berth/images.d", "drwxr-xr-x", ""}, file{"/usr/share/berth", "drwxr-xr-x", ""},
 		file{"/etc/berth/config.toml", "-rw-r--r--", ""}, file{"/usr/share/licenses/berth/LICENSE", "-rw-r--r--", ""},
 		file{"/usr/share/licenses/berth/third-party-licenses.gz", "-rw-r--r--", ""}), "root/root"))
@@ -312,14 +320,16 @@ func TestUnitFilesAreValid(t *testing.T) {
 	dir := t.TempDir()
 	run(t, "dpkg-deb", "--extract", one(t, packages(t), "*.deb"), dir)
 	units := filepath.Join(dir, "usr/lib/systemd/system")
-	for _, unit := range []string{"berth.service", "berth.socket"} {
+	for _, unit := range []string{"berth.service", "berth.socket", "berth.service.d/00-fallback.conf"} {
 		path := filepath.Join(units, unit)
 		content, err := os.ReadFile(path)
 		if err != nil {
 			t.Fatal(err)
 		}
 		// systemd-analyze looks for the program on this machine.
-		content = bytes.ReplaceAll(content, []byte("/usr/bin/berth"), []byte(filepath.Join(dir, "usr/bin/berth")))
+		for _, program := range []string{"/usr/bin/berth", "/usr/lib/berth/"} {
+			content = bytes.ReplaceAll(content, []byte(program), []byte(dir+program))
+		}
 		if err := os.WriteFile(path, content, 0o600); err != nil {
 			t.Fatal(err)
 		}

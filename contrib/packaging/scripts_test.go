@@ -18,7 +18,8 @@ func script(t *testing.T, dir, name string) func(args ...string) (string, error)
 	if err != nil {
 		t.Fatal(err)
 	}
-	below := strings.NewReplacer("/var/lib/", dir+"/var/lib/", "/run/", dir+"/run/", "/etc/", dir+"/etc/")
+	below := strings.NewReplacer("/var/lib/", dir+"/var/lib/", "/run/", dir+"/run/", "/etc/", dir+"/etc/",
+		"/usr/bin/", dir+"/usr/bin/", "/usr/lib/berth", dir+"/usr/lib/berth")
 	text := below.Replace(string(content))
 	path := filepath.Join(dir, filepath.Base(name))
 	writeProgram(t, path, text)
@@ -35,6 +36,86 @@ func writeProgram(t *testing.T, path, text string) {
 	for _, err := range []error{os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte(text), 0o755)} {
 		if err != nil {
 			t.Fatal(err)
+		}
+	}
+}
+
+// An upgrade keeps the installed programs. If the new daemon ends before it serves, the next start
+// executes the kept one, until another upgrade. Version "bad" ends at once.
+func TestFallback(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	keep, fallback := script(t, dir, "keep"), script(t, dir, "files/fallback")
+	// start does what systemd does with the unit.
+	start := func(want string) {
+		t.Helper()
+		out, err := fallback("start")
+		after := "started"
+		if err != nil {
+			after = "ended" // SERVICE_RESULT is not "success"
+		}
+		if _, err := fallback(after); err != nil || !strings.HasSuffix(out, want+"\n") {
+			t.Errorf("%v, %q; want %s", err, out, want)
+		}
+	}
+	installs := func(version string, args ...string) {
+		t.Helper()
+		if out, err := keep(args...); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+		testutil.Must(t, os.RemoveAll(dir+"/usr/bin/berthd")) // as dpkg does, without a change of the file
+		writeProgram(t, dir+"/usr/bin/berthd", "#!/bin/sh\necho "+version+"\n[ "+version+" != bad ]\n")
+	}
+	installs("1", "install")
+	start("1")
+	installs("bad", "upgrade", "1")
+	start("bad")
+	start("1")
+	start("1")
+	installs("bad", "2") // by rpm
+	start("bad")
+	start("1")
+	installs("2", "upgrade", "1")
+	start("2")
+	if _, err := fallback("ended"); err != nil { // a crash of a version that has served
+		t.Error(err)
+	}
+	start("2")
+}
+
+// An upgrade does not restart the daemon if the new version cannot take over. It fails if the new
+// daemon does not start, and says that the previous one serves.
+func TestUpgradeFallsBack(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct{ name, check, daemon, want, done string }{
+		{"good", "exit 0", "exit 0", "", "restart\n"},
+		{"refused", "exit 1", "exit 0", "cannot take over this node. The previous daemon keeps running", ""},
+		{"broken", "exit 0", "exit 1", "does not start, so systemd starts the previous version", "restart\n"},
+	} {
+		for name, args := range map[string][]string{"deb/postinst": {"configure", "1"}, "rpm/post": {"2"}} {
+			t.Run(tt.name+" "+name, func(t *testing.T) {
+				t.Parallel()
+				dir := t.TempDir()
+				script(t, dir, "files/fallback")
+				testutil.Must(t, os.MkdirAll(dir+"/usr/lib/berth/previous", 0o755))
+				testutil.Must(t, os.MkdirAll(dir+"/run/systemd/system", 0o755))
+				testutil.Must(t, os.Rename(dir+"/fallback", dir+"/usr/lib/berth/fallback"))
+				writeProgram(t, dir+"/usr/lib/berth/previous/untried", "")
+				writeProgram(t, dir+"/bin/berth", "#!/bin/sh\n"+tt.check+"\n")
+				writeProgram(t, dir+"/usr/bin/berthd", "#!/bin/sh\n"+tt.daemon+"\n")
+				writeProgram(t, dir+"/bin/systemctl", `#!/bin/sh
+[ "$1" = restart ] || exit 0
+echo restart >>`+dir+`/done
+`+dir+`/usr/lib/berth/fallback start || { `+dir+`/usr/lib/berth/fallback ended; exit 1; }
+`)
+				out, err := script(t, dir, name)(args...)
+				done, _ := os.ReadFile(dir + "/done") // missing: no restart
+				_, failed := os.Stat(dir + "/usr/lib/berth/previous/failed")
+				ok := tt.want == ""
+				if (err == nil) != ok || !strings.Contains(out, tt.want) || string(done) != tt.done || (failed != nil) != ok {
+					t.Errorf("%v, restarts %q, failed: %v\n%s", err, done, failed, out)
+				}
+			})
 		}
 	}
 }

@@ -323,8 +323,8 @@ func TestRestoreAcrossDaemons(t *testing.T) {
 	harness.Must(t, os.Rename(moved, request.CheckpointPath))
 }
 
-// A restored pod that was not started ends with the node. The checkpoint can be restored
-// afterwards.
+// A restored pod that was not started ends with the node. The boot ID changes, as with a new kernel,
+// or stays. The checkpoint can be restored afterwards.
 func TestRestoreAfterReboot(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithCRIU(t))
 	pod := d.RunPod(t)
@@ -332,15 +332,17 @@ func TestRestoreAfterReboot(t *testing.T) {
 	waitCounted(t, c, 3)
 	s := save(t, pod, c)
 	pod.Remove(t)
-	restored, containers := restorePod(t, d, s.identity(t))
-	d.LosePower(t)
-	d.Start(t)
-	harness.Equal(t, "state after the reboot", containers[0].Status(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
-	restored.Remove(t)
-	again, containers := restorePod(t, d, s.identity(t))
-	containers[0].Start(t)
-	waitCounted(t, containers[0], 3)
-	again.Remove(t)
+	for _, boot := range []func(*testing.T){d.Boot, d.Start} {
+		restored, containers := restorePod(t, d, s.identity(t))
+		d.LosePower(t)
+		boot(t)
+		harness.Equal(t, "state after the reboot", containers[0].Status(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
+		restored.Remove(t)
+		again, containers := restorePod(t, d, s.identity(t))
+		containers[0].Start(t)
+		waitCounted(t, containers[0], 3)
+		again.Remove(t)
+	}
 }
 
 // RestorePod refuses requests for other containers than those of the checkpoint, and checkpoints

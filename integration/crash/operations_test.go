@@ -160,10 +160,15 @@ func with(steps ...func(*testing.T, *world)) func(*testing.T, *world) {
 // withPod sets the configuration of the pod, which is the same in each case.
 func withPod(options ...harness.PodOption) func(*testing.T, *world) {
 	return func(t *testing.T, w *world) {
-		w.pod = w.d.PodConfig(t, append([]harness.PodOption{func(c *runtimeapi.PodSandboxConfig) {
-			c.Metadata.Name, c.Metadata.Uid, c.Hostname = "pod", "uid", "pod"
-			c.LogDirectory, c.Linux.CgroupParent = filepath.Join(w.d.LogDir, "uid"), w.d.CgroupParent("uid")
-		}}, options...)...)
+		w.pod = w.d.PodConfig(t, append([]harness.PodOption{w.named("pod", "uid")}, options...)...)
+	}
+}
+
+// named gives a pod the same names in each case.
+func (w *world) named(name, uid string) harness.PodOption {
+	return func(c *runtimeapi.PodSandboxConfig) {
+		c.Metadata.Name, c.Metadata.Uid, c.Hostname = name, uid, name
+		c.LogDirectory, c.Linux.CgroupParent = filepath.Join(w.d.LogDir, uid), w.d.CgroupParent(uid)
 	}
 }
 

@@ -15,18 +15,18 @@ import (
 // starts lists starts of the daemon on a state that was changed while no daemon ran.
 var starts = []operation{
 	{name: "Start", spoil: nothing, prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing},
-	{name: "Start_lost_records", spoil: loseRecords, prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing, more: true},
+	{name: "Start_lost_records", spoil: loseRecords, prepare: with(otherPod, podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing, more: true},
 	{name: "Start_lost_records_userNamespace_imageVolume", spoil: loseRecords,
-		prepare: with(podRuns(podInUserNamespace), withContainer(exitsOnTerm, containerInUserNamespace, imageVolume), started), request: doNothing, more: true},
+		prepare: with(otherPod, podRuns(podInUserNamespace), withContainer(exitsOnTerm, containerInUserNamespace, imageVolume), started), request: doNothing, more: true},
 	{name: "Start_lost_records_crun", daemon: withCrun, spoil: loseRecords,
-		prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: doNothing, more: true},
+		prepare: with(otherPod, byCrun, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: doNothing, more: true},
 	{name: "Start_lost_records_shim", daemon: withShim, spoil: loseRecords,
-		prepare: with(byShim, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: doNothing, more: true},
+		prepare: with(otherPod, byShim, podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: doNothing, more: true},
 	{name: "Start_lost_record_of_created_container", spoil: loseContainerRecord, prepare: with(podRuns(hostPort), withContainer(), created), request: doNothing, more: true},
-	{name: "Start_damaged_records", named: record.SetAsideDir, spoil: with(damageRecords, emptyAddress), prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing},
+	{name: "Start_damaged_records", named: record.SetAsideDir, spoil: with(damageRecords, emptyAddress), prepare: with(otherPod, podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing},
 	{name: "Start_other_programs", spoil: with(renameProgram("pause"), renameProgram("monitor")), prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing, more: true},
 	{name: "Start_damaged_layer", named: record.SetAsideDir, spoil: damageLayers, prepare: has(first), request: pull(first), more: true},
-	{name: "Start_lost_state_of_running_pod", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing, more: true},
+	{name: "Start_lost_state_of_running_pod", spoil: loseProcesses, prepare: with(podRuns(hostPort), withContainer(exitsOnTerm), started), request: doNothing, more: true},
 	{name: "Start_lost_state", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: nothing, request: doNothing, more: true},
 }
 
@@ -36,6 +36,19 @@ func doNothing(*testing.T, *world) error { return nil }
 func (w *world) podRecord() string { return filepath.Join(w.d.Root, "pods", w.podID+".record") }
 func (w *world) containerRecord() string {
 	return filepath.Join(w.d.Root, "containers", w.id+".record")
+}
+
+// otherPod runs a pod whose record the case keeps. Without any record of a running pod no daemon
+// starts.
+func otherPod(t *testing.T, w *world) {
+	harness.Get(w.d.Cri.RunPodSandbox(t.Context(), w.d.PodConfig(t, w.named("other", "other"), harness.HostNetwork), ""))(t)
+}
+
+// loseProcesses kills all pods and empties the state directory, as a restart of a node that is a
+// container does.
+func loseProcesses(t *testing.T, w *world) {
+	w.d.KillAll(t)
+	w.d.LoseState(t)
 }
 
 // loseRecords removes records, as a power failure can.

@@ -388,6 +388,25 @@ func (d *Daemon) StartUntilKilled(t *testing.T, limit time.Duration) bool {
 	return true
 }
 
+// TryStart starts the daemon. If it ends before it answers, TryStart returns the last line of its
+// log.
+func (d *Daemon) TryStart(t *testing.T) (refusal string) {
+	t.Helper()
+	d.launch(t)
+	if d.answers(t, Patience) == nil {
+		d.connect(t)
+		return ""
+	}
+	if !d.Gone() {
+		t.Fatalf("the daemon neither answers nor ends\n%s", d.Tail())
+	}
+	if code := d.Cmd.ProcessState.ExitCode(); code != 1 {
+		t.Errorf("the daemon ended with %v, want exit code 1", d.Cmd.ProcessState)
+	}
+	lines := machine.ReadLines(d.LogFile())
+	return lines[len(lines)-1]
+}
+
 // launch starts the daemon without waiting.
 func (d *Daemon) launch(t *testing.T) {
 	t.Helper()

@@ -51,6 +51,7 @@ func TestDebianPackage(t *testing.T) {
 		{"Upgrade", func(t *testing.T) { first.testReplace(t, "new") }},
 		{"Downgrade", func(t *testing.T) { first.testReplace(t, "old") }},
 		{"RefusedConfiguration", first.testRefusedConfiguration},
+		{"BrokenVersion", first.testBrokenVersion},
 		{"Remove", first.testRemove},
 		{"Reinstall", first.testReinstall},
 		{"Purge", func(t *testing.T) { first.testPurge(t, before) }},
@@ -139,13 +140,40 @@ func (n *node) testRefusedConfiguration(t *testing.T) {
 	write(t, fragment, "no_such_option = 1\n")
 	was := mainPID(t)
 	out, err := tryInstall(t, "new")
-	if err == nil || !strings.Contains(out, "refuses the configuration") {
+	if err == nil || !strings.Contains(out, "cannot take over this node") {
 		t.Errorf("%v\n%s", err, out)
 	}
 	harness.Equal(t, "process of the daemon", mainPID(t), was)
 	n.podsLive(t)
 	harness.Must(t, os.Remove(fragment))
 	run(t, "dpkg", "--configure", "berth")
+	runsInstalled(t)
+	n.podsLive(t)
+}
+
+// A version whose daemon ends at once is replaced by the previous one. The next upgrade to a good
+// version works.
+func (n *node) testBrokenVersion(t *testing.T) {
+	const dir, broken = "/run/tmp/broken", "/run/tmp/broken.deb"
+	run(t, "dpkg-deb", "--raw-extract", deb(t, "new"), dir)
+	run(t, "sed", "-i", "s/^Version: .*/Version: 1.0.2/", dir+"/DEBIAN/control")
+	version := run(t, "/usr/bin/berthd", "--version")
+	harness.Must(t, os.Remove(dir+"/usr/bin/berthd"))
+	write(t, dir+"/usr/bin/berthd", "#!/bin/sh\n[ \"$1\" = --version ] && echo '"+version+"'\n")
+	harness.Must(t, os.Chmod(dir+"/usr/bin/berthd", 0o755))
+	run(t, "dpkg-deb", "--build", "-Znone", dir, broken)
+	out, err := try("apt-get", "install", "--yes", "--no-install-recommends", broken)
+	harness.WantText(t, "installation of the broken version", out, "systemd starts the previous version")
+	if err == nil {
+		t.Error("the installation succeeded")
+	}
+	harness.Eventually(t, "the previous version serves", func() error {
+		_, err := try("berth", "version")
+		return err
+	})
+	runsProgram(t, "/usr/lib/berth/previous/berthd")
+	n.podsLive(t)
+	install(t, "new")
 	runsInstalled(t)
 	n.podsLive(t)
 }

@@ -1,9 +1,6 @@
 package upgrade
 
 import (
-	"errors"
-	"os"
-	"os/exec"
 	"strings"
 	"testing"
 
@@ -32,12 +29,5 @@ func released(t *testing.T) (versions []string) {
 func programs(t *testing.T, version string) string {
 	t.Helper()
 	testutil.Long(t) // contrib/test -all builds the released versions
-	build := exec.Command("./build", version)
-	build.Stderr = os.Stderr
-	out, err := build.Output()
-	if exit, ok := errors.AsType[*exec.ExitError](err); ok && exit.ExitCode() == 77 {
-		t.Skipf("NOT TESTED: upgrade from %s: this checkout has no history to build it from", version)
-	}
-	harness.Must(t, err)
-	return strings.TrimSpace(string(out))
+	return harness.Release(t, version)
 }

@@ -6,12 +6,14 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"berth/checkpoint/record"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/sandbox/state"
@@ -26,6 +28,8 @@ type Launch struct {
 	Init  int       // its process
 	Start uint64    // of the process, in clock ticks since boot
 	At    time.Time // of the launch; zero: unknown
+
+	damaged bool // the record in the state directory is damaged
 }
 
 // Kill kills the process. The kernel and the monitor end the rest of a container.
@@ -74,14 +78,81 @@ func addLiving(to []Launch, dirs state.Dirs, id string) ([]Launch, error) {
 	if unread := (*fs.PathError)(nil); errors.As(err, &unread) {
 		return nil, err
 	}
-	if err != nil || ids.InitPID == 0 { // a damaged record names no process
+	l := Launch{ID: id, Init: ids.InitPID, Start: ids.InitStartTime, At: info.ModTime(), damaged: err != nil}
+	if l.damaged {
+		if l.Init, l.Start, err = processOf(id); err != nil {
+			return nil, err
+		}
+	}
+	return addRunning(to, l)
+}
+
+// processOf returns a process in the cgroup of a pod or container, whose name contains the ID. It
+// returns 0 if there is none.
+func processOf(id string) (pid int, start uint64, err error) {
+	err = eachProcess(func(p int) {
+		if pid != 0 {
+			return
+		}
+		groups, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", p))
+		if err != nil || !strings.Contains(string(groups), id) { // gone, or another process
+			return
+		}
+		if start, err = pidfd.StartTime(p); err == nil {
+			pid = p
+		}
+	})
+	return pid, start, err
+}
+
+// eachProcess calls use with the ID of each process of the node.
+func eachProcess(use func(pid int)) error {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return fmt.Errorf("list processes: %w", err)
+	}
+	for _, e := range entries {
+		if pid, err := strconv.Atoi(e.Name()); err == nil {
+			use(pid)
+		}
+	}
+	return nil
+}
+
+// addRunning appends a launch if its process runs.
+func addRunning(to []Launch, l Launch) ([]Launch, error) {
+	if l.Init == 0 {
 		return to, nil
 	}
-	alive, err := runs(ids.InitPID, ids.InitStartTime)
+	alive, err := runs(l.Init, l.Start)
 	if err != nil || !alive {
 		return to, err
 	}
-	return append(to, Launch{ID: id, Init: ids.InitPID, Start: ids.InitStartTime, At: info.ModTime()}), nil
+	return append(to, l), nil
+}
+
+// pauseOf returns the pause that a pod's record of this boot names. The process is 0 if the record
+// is missing, damaged or another object's.
+func pauseOf(dirs state.Dirs, id, bootID string) (Launch, error) {
+	found, err := state.InspectOne(dirs.Root, dirs.State, id)
+	if err != nil {
+		return Launch{}, err
+	}
+	p := found.Pods[id]
+	if p == nil || p.BootID != bootID {
+		return Launch{}, nil
+	}
+	return Launch{ID: id, Init: p.PausePID, Start: p.PauseStart}, nil
+}
+
+// isReadable reports whether a daemon can load the record of an object, or a newer one can.
+func isReadable(dirs state.Dirs, id string) (bool, error) {
+	found, err := state.InspectOne(dirs.Root, dirs.State, id)
+	if err != nil {
+		return false, err
+	}
+	newer := slices.ContainsFunc(found.Surveys, func(s record.Survey) bool { return len(s.Newer) > 0 })
+	return newer || len(found.Pods)+len(found.Containers) > 0, nil
 }
 
 // runs reports whether the process with that ID and start time has not ended.
@@ -102,29 +173,21 @@ func monitorsOf(root string) (found []Launch, err error) {
 	if real, err := filepath.EvalSymlinks(root); err == nil {
 		root = real
 	}
-	entries, err := os.ReadDir("/proc")
-	if err != nil {
-		return nil, fmt.Errorf("find monitors: %w", err)
-	}
-	for _, e := range entries {
-		pid, err := strconv.Atoi(e.Name())
-		if err != nil {
-			continue
-		}
-		exe, err := os.Readlink(filepath.Join("/proc", e.Name(), "exe"))
+	err = eachProcess(func(pid int) {
+		exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid))
 		if err != nil || !isMonitor(exe, root) { // a kernel thread, or gone
-			continue
+			return
 		}
-		args, err := os.ReadFile(filepath.Join("/proc", e.Name(), "cmdline"))
+		args, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
 		if err != nil { // gone
-			continue
+			return
 		}
 		l := watched(string(args))
 		if l.Start, err = pidfd.StartTime(l.Init); err == nil && l.ID != "" && pidfd.IsChild(l.Init, pid) {
 			found = append(found, l)
 		}
-	}
-	return found, nil
+	})
+	return found, err
 }
 
 // isMonitor reports whether a program is a monitor in the folder of programs below root.

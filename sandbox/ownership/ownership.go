@@ -17,6 +17,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -50,8 +51,9 @@ func Identify(dirs state.Dirs, log *slog.Logger) error {
 }
 
 // Check returns FailedPrecondition if a daemon with these directories would end running pods. That
-// is so if root does not know them, or if their state is in another directory. It returns nil if
-// the records of single pods are lost, which the daemon removes.
+// is so if root does not know them, if all of their records are damaged, or if the state directory
+// does not have them. It returns nil if single records are lost or damaged. The daemon removes the
+// objects of such records.
 func Check(dirs state.Dirs) error {
 	s, err := read(dirs)
 	if err != nil {
@@ -75,14 +77,17 @@ func Unknown(dirs state.Dirs) ([]Launch, error) {
 
 // survey has the information of both directories about the pods of this node.
 type survey struct {
-	dirs     state.Dirs
-	root     state.Identity // in root
-	state    state.Identity // in the state directory
-	copied   bool           // root is a copy of the root that the state directory knows
-	recorded map[string]bool
-	changed  time.Time // last change of the records; zero: a folder of them is missing
-	unknown  []Launch  // in the state directory, without a record
-	orphans  []Launch  // without a record and without state
+	dirs      state.Dirs
+	root      state.Identity // in root
+	state     state.Identity // in the state directory
+	copied    bool           // root is a copy of the root that the state directory knows
+	recorded  map[string]bool
+	changed   time.Time // last change of the records; zero: a folder of them is missing
+	knows     bool      // the record of a running object can be read
+	damaged   []Launch  // in the state directory, if none of the records of running objects can be read
+	unknown   []Launch  // in the state directory, without a record
+	orphans   []Launch  // without a record and without state
+	displaced []Launch  // with a record, but without readable state
 }
 
 // read lists objects before records, because an object has a record until it is removed. Whether an
@@ -96,31 +101,75 @@ func read(dirs state.Dirs) (*survey, error) {
 	if err != nil {
 		return nil, err
 	}
-	var monitors []Launch
-	if s.root.ID == "" || s.state.ID == "" { // otherwise the state directory has all objects that were started
-		if monitors, err = monitorsOf(dirs.Root); err != nil {
-			return nil, err
-		}
+	monitors, err := monitorsOf(dirs.Root)
+	if err != nil {
+		return nil, err
 	}
 	if s.recorded, s.changed, err = state.Recorded(dirs.Root); err != nil {
 		return nil, err
 	}
-	known := map[string]bool{}
+	if err := s.addLaunched(ids); err != nil {
+		return nil, err
+	}
+	return s, s.addStateless(monitors)
+}
+
+// addLaunched examines the launches of the state directory.
+func (s *survey) addLaunched(ids []string) (err error) {
+	var known []Launch
 	for _, id := range ids {
-		known[id] = true
+		to := &s.unknown
 		if s.recorded[id] {
+			to = &known
+		}
+		if *to, err = addLiving(*to, s.dirs, id); err != nil {
+			return err
+		}
+	}
+	for _, l := range known {
+		if l.damaged {
+			s.displaced = append(s.displaced, l)
+		}
+	}
+	for _, l := range known {
+		if s.knows, err = isReadable(s.dirs, l.ID); s.knows || err != nil {
+			return err
+		}
+	}
+	s.damaged = known
+	return nil
+}
+
+// addStateless examines objects that the state directory does not have: those of monitors, and
+// pauses that records name.
+func (s *survey) addStateless(candidates []Launch) error {
+	bootID, err := host.BootID()
+	if err != nil {
+		return err
+	}
+	for id := range s.recorded {
+		candidates = append(candidates, Launch{ID: id})
+	}
+	for _, l := range candidates {
+		has, err := s.dirs.HasState(l.ID)
+		if err == nil && !has && l.Init == 0 {
+			l, err = pauseOf(s.dirs, l.ID, bootID)
+		}
+		if err != nil {
+			return err
+		}
+		if has {
 			continue
 		}
-		if s.unknown, err = addLiving(s.unknown, dirs, id); err != nil {
-			return nil, err
+		to := &s.orphans
+		if s.recorded[l.ID] {
+			to = &s.displaced
+		}
+		if *to, err = addRunning(*to, l); err != nil {
+			return err
 		}
 	}
-	for _, m := range monitors {
-		if !known[m.ID] && !s.recorded[m.ID] {
-			s.orphans = append(s.orphans, m)
-		}
-	}
-	return s, nil
+	return nil
 }
 
 func (s *survey) readIdentities() (err error) {
@@ -135,12 +184,14 @@ func (s *survey) readIdentities() (err error) {
 	return err
 }
 
-// whyLost returns the reason why root does not know any of the running objects, for error texts. It
-// returns "" if all are known, or if only single records are lost.
+// whyLost returns the reason why root does not know running objects, for error texts. It returns ""
+// if all are known, or if only single records are lost.
 func (s *survey) whyLost() string {
 	switch {
-	case len(s.unknown) == 0 && len(s.orphans) == 0:
+	case len(s.unknown)+len(s.orphans)+len(s.damaged) == 0:
 		return ""
+	case len(s.unknown)+len(s.orphans) == 0:
+		return "all of their records are damaged"
 	case s.root.ID == "" && s.changed.IsZero():
 		return "no berth has used this directory"
 	case s.state.ID != "" && s.root.ID != s.state.ID:
@@ -152,8 +203,20 @@ func (s *survey) whyLost() string {
 	case len(s.orphans) > 0:
 		return "the state directory does not know them either"
 	}
+	if why := s.whyOlder(time.Now()); why != "" || s.knows {
+		return why
+	}
+	return "their records were removed"
+}
+
+// whyOlder compares times of the unknown objects and of the records. Both come from the same clock,
+// which may have been set meanwhile.
+func (s *survey) whyOlder(now time.Time) string {
 	for _, l := range s.unknown {
-		if l.At.After(s.changed) {
+		switch {
+		case l.At.After(now), s.changed.After(now):
+			return "the clock was set back, so it may be older than they are"
+		case l.At.After(s.changed):
 			return "it is older than they are, as a restored backup is"
 		}
 	}
@@ -162,7 +225,7 @@ func (s *survey) whyLost() string {
 
 // refuseRoot names the mount and the remedy.
 func (s *survey) refuseRoot(why string) error {
-	lost := append(s.unknown, s.orphans...)
+	lost := slices.Concat(s.unknown, s.orphans, s.damaged)
 	was := ""
 	if s.state.ID != "" {
 		was = fmt.Sprintf(" They were started with root %s%s.", s.state.Root, placed(s.state.Device, s.state.Mount))
@@ -170,12 +233,12 @@ func (s *survey) refuseRoot(why string) error {
 	return errdefs.FailedPrecondition("root %s%s does not know %d pods and containers that run on this node (%s): %s.%s"+
 		" Berth would kill them. Mount the filesystem of root, or correct root and state in the configuration, and start"+
 		" berth again; until then they keep running. To give them up, run \"berth reset\" or restart the node",
-		s.dirs.Root, s.place(), len(lost), names(lost), why, was)
+		s.dirs.Root, placeOf(s.dirs.Root), len(lost), names(lost), why, was)
 }
 
-// place returns where root is at present.
-func (s *survey) place() string {
-	mount, err := host.MountOf(s.dirs.Root)
+// placeOf returns where a directory is at present.
+func placeOf(dir string) string {
+	mount, err := host.MountOf(dir)
 	if err != nil { // for example, it does not exist
 		return ""
 	}
@@ -203,8 +266,20 @@ func names(of []Launch) string {
 	return strings.Join(ids, ", ")
 }
 
-// checkState refuses another state directory while the recorded one has pods that run.
+// checkState refuses a state directory that does not have the pods that run.
 func (s *survey) checkState() error {
+	if err := s.checkRecordedState(); err != nil || len(s.displaced) == 0 {
+		return err
+	}
+	return errdefs.FailedPrecondition("state %s%s does not have %d pods and containers that run on this node (%s): it was"+
+		" moved, emptied or damaged, or another filesystem covers it. Berth would kill them. Unmount that filesystem, or"+
+		" correct state in the configuration, and start berth again; until then they keep running. To give them up, run"+
+		" \"berth reset\" or restart the node",
+		s.dirs.State, placeOf(s.dirs.State), len(s.displaced), names(s.displaced))
+}
+
+// checkRecordedState refuses another state directory while the recorded one has pods that run.
+func (s *survey) checkRecordedState() error {
 	old := s.dirs
 	old.State = s.root.State
 	if old.State == "" || filepath.Clean(old.State) == filepath.Clean(s.dirs.State) || sameFile(old.State, s.dirs.State) {

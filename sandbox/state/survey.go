@@ -93,12 +93,31 @@ type Found struct {
 
 // Inspect reads the records below root without changing them, even of a running daemon.
 func Inspect(root, state string) (*Found, error) {
-	dirs := Dirs{Root: root, State: state}
+	return inspect(Dirs{Root: root, State: state}, record.Inspect)
+}
+
+// InspectOne is Inspect for the records of the pod or container with that ID.
+func InspectOne(root, state, id string) (*Found, error) {
+	return inspect(Dirs{Root: root, State: state},
+		func(path, kind string, version int, decode decoder) (record.Survey, error) {
+			return record.InspectOne(path, id, kind, version, decode)
+		})
+}
+
+type (
+	// decoder decodes the body of a record.
+	decoder = func(name string, version int, body []byte) error
+	// reader reads records of a folder.
+	reader = func(path, kind string, version int, decode decoder) (record.Survey, error)
+)
+
+// inspect calls read for each folder of records.
+func inspect(dirs Dirs, read reader) (*Found, error) {
 	r := &Found{Pods: map[string]*FoundPod{}, Containers: map[string]*FoundContainer{}}
 	for _, folder := range []struct {
 		name, kind string
 		version    int
-		decode     func(name string, version int, body []byte) error
+		decode     decoder
 	}{
 		{"pods", "pod", podVersion, func(name string, _ int, body []byte) error { return r.addPod(dirs, name, body) }},
 		{"containers", "container", containerVersion, r.addContainer},
@@ -106,7 +125,7 @@ func Inspect(root, state string) (*Found, error) {
 			return json.Unmarshal(body, &Runtime{})
 		}},
 	} {
-		survey, err := record.Inspect(filepath.Join(root, folder.name), folder.kind, folder.version, folder.decode)
+		survey, err := read(filepath.Join(dirs.Root, folder.name), folder.kind, folder.version, folder.decode)
 		if err != nil {
 			return nil, err
 		}

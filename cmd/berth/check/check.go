@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"os"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -205,6 +206,15 @@ func printReport(w io.Writer, r *statecheck.Report, asJSON bool) error {
 	for _, s := range r.Skipped {
 		if _, err := fmt.Fprintln(w, "not compared:", s); err != nil {
 			return err
+		}
+	}
+	if r.Daemon != 0 {
+		program, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", r.Daemon)) // of an older version if a restart is due
+		if err == nil {
+			_, err = fmt.Fprintf(w, "the daemon is process %d, %s\n", r.Daemon, program)
+		}
+		if err != nil {
+			return fmt.Errorf("print the daemon: %w", err)
 		}
 	}
 	_, err := fmt.Fprintf(w, "%d pods, %d containers, %d images: %d differences\n",

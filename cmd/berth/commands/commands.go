@@ -28,8 +28,8 @@ func Root() *cobra.Command {
 		RunE:          cli.Group,
 	}
 	root.SetFlagErrorFunc(cli.FlagError)
-	root.AddCommand(serveCommand(), configCommand(), check.Command(), reset.Command(), debug.Command(),
-		images.Command())
+	root.AddCommand(serveCommand(), configCommand(), check.Command(), check.UpgradeCommand(), reset.Command(),
+		debug.Command(), images.Command())
 	root.AddCommand(images.Shortcuts()...)
 	root.AddCommand(operator.Commands()...)
 	group(root)
@@ -40,7 +40,7 @@ func Root() *cobra.Command {
 var groups = []struct{ title, commands string }{
 	{"Containers and pods:", "run ps logs exec cp rm checkpoint restore"},
 	{"Images and disk:", "images pull image"},
-	{"Node:", "check version trace debug reset"},
+	{"Node:", "check upgrade version trace debug reset"},
 	{"Daemon:", "serve config"},
 }
 

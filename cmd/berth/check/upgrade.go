@@ -1,0 +1,201 @@
+package check
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"berth/checkpoint/record"
+	"berth/cmd/berth/check/nodecheck"
+	"berth/cmd/berth/cli"
+	"berth/cmd/berthd/daemon"
+	"berth/cmd/config"
+	"berth/image"
+	"berth/internal/version"
+	"berth/sandbox/state"
+	"berth/shim"
+)
+
+// UpgradeCommand returns the command `berth upgrade`.
+func UpgradeCommand() *cobra.Command {
+	var checks bool
+	cmd := &cobra.Command{
+		Use:   "upgrade --check [NEW]",
+		Short: "Check whether another version can take over this node",
+		Long: `Check whether another version of berth can take over this node without harm: its
+programs, the configuration, the records of pods, containers and images, the monitors
+that run, and the kernel. NEW is the directory of its programs, or its berthd. Its own
+berth makes the check; without NEW this one does. The check changes nothing. It prints
+what does not fit, and fails if a daemon of that version would not start or serve.
+After the restart, "berth check --state" shows that it has taken over.`,
+		Example: "  berth upgrade --check ./berth-0.4/bin",
+		Args:    cli.Args(0, 1, ""),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			if !checks {
+				return errors.New("an upgrade replaces the programs and restarts the daemon: give --check to check one")
+			}
+			ctx, stop := cli.Interruptible(cmd.Context())
+			defer stop()
+			if len(args) == 1 {
+				return checkBy(ctx, cmd, args[0])
+			}
+			return checkUpgrade(ctx, cmd)
+		},
+	}
+	config.AddFlags(cmd.Flags())
+	cmd.Flags().BoolVar(&checks, "check", false, "check, and change nothing")
+	return cmd
+}
+
+// upgradeTimeout bounds the check of another version, whose programs may hang.
+const upgradeTimeout = 2 * time.Minute
+
+// checkBy runs the check of the version at path, with the flags of this command.
+func checkBy(ctx context.Context, cmd *cobra.Command, path string) error {
+	if info, err := os.Stat(path); err != nil {
+		return fmt.Errorf("find the programs of the other version: %w", err)
+	} else if !info.IsDir() {
+		path = filepath.Dir(path)
+	}
+	program, err := filepath.Abs(filepath.Join(path, "berth"))
+	if err != nil {
+		return fmt.Errorf("find the programs of the other version: %w", err)
+	}
+	args := []string{cmd.Name()}
+	cmd.Flags().Visit(func(f *pflag.Flag) { args = append(args, "--"+f.Name+"="+f.Value.String()) })
+	ctx, cancel := context.WithTimeout(ctx, upgradeTimeout)
+	defer cancel()
+	other := exec.CommandContext(ctx, program, args...)
+	other.Stdout, other.Stderr = cmd.OutOrStdout(), cmd.ErrOrStderr()
+	if err := other.Run(); err != nil {
+		return fmt.Errorf("check by %s: %w", program, errors.Join(err, ctx.Err()))
+	}
+	return nil
+}
+
+// checkUpgrade checks whether the version of this program can take over the node.
+func checkUpgrade(ctx context.Context, cmd *cobra.Command) error {
+	cfg, warnings, err := config.Load(cmd.Flags())
+	if err != nil {
+		return err
+	}
+	findings := []nodecheck.Finding{checkDaemon(ctx), checkConfiguration(cfg, warnings)}
+	for _, check := range []func(*config.Config) (nodecheck.Finding, error){checkRecords, checkLaunches} {
+		finding, err := check(cfg)
+		if err != nil {
+			return err
+		}
+		findings = append(findings, finding)
+	}
+	n, err := nodeOf(cfg)
+	if err != nil {
+		return err
+	}
+	findings = append(findings, nodecheck.Run(ctx, n)...)
+	if ctx.Err() != nil {
+		return cli.InterruptStatus(ctx, ctx.Err())
+	}
+	if _, err := fmt.Fprintf(cmd.OutOrStdout(), "berth %s\n", version.Full()); err != nil {
+		return err
+	}
+	if err := printFindings(cmd.OutOrStdout(), findings, display{}); err != nil {
+		return err
+	}
+	if nodecheck.Worst(findings) == nodecheck.Failure {
+		return &cli.ExitStatus{Code: 1}
+	}
+	return nil
+}
+
+// finding returns a failure if there is a problem.
+func finding(subject, problem, fix, found string) nodecheck.Finding {
+	if problem != "" {
+		return nodecheck.Finding{Subject: subject, Level: nodecheck.Failure, Found: problem, Fix: fix}
+	}
+	return nodecheck.Finding{Subject: subject, Level: nodecheck.OK, Found: found}
+}
+
+// checkDaemon executes the daemon beside this program, which must have the same version.
+func checkDaemon(ctx context.Context) nodecheck.Finding {
+	const subject, fix = "programs", "install all programs of one version in one directory"
+	self, err := os.Executable()
+	if err != nil {
+		return finding(subject, err.Error(), fix, "")
+	}
+	program := filepath.Join(filepath.Dir(self), daemon.Program)
+	out, err := exec.CommandContext(ctx, program, "--version").Output()
+	if err != nil {
+		return finding(subject, fmt.Sprintf("execute %s: %v", program, err), fix, "")
+	}
+	text, want := strings.TrimSpace(string(out)), daemon.Program+" version "+version.Full()
+	if text != want {
+		return finding(subject, fmt.Sprintf("%s is %q, this program is %q", program, text, version.Full()), fix, "")
+	}
+	return finding(subject, "", "", text)
+}
+
+// checkConfiguration reports what a daemon refuses at its start.
+func checkConfiguration(cfg *config.Config, warnings []string) nodecheck.Finding {
+	const subject = "configuration"
+	if err := daemon.Check(cfg); err != nil {
+		return finding(subject, err.Error(), "correct the configuration before the upgrade", "")
+	}
+	if len(warnings) > 0 {
+		return nodecheck.Finding{Subject: subject, Level: nodecheck.Warning, Found: strings.Join(warnings, "; "),
+			Fix: "see \"berth config migrate\""}
+	}
+	return finding(subject, "", "", "accepted")
+}
+
+// checkRecords reports records that a daemon of this version cannot read.
+func checkRecords(cfg *config.Config) (nodecheck.Finding, error) {
+	const subject = "records"
+	found, err := state.Inspect(cfg.Root, cfg.State)
+	if err != nil {
+		return nodecheck.Finding{}, err
+	}
+	images, survey, err := image.ReadRecords(filepath.Join(cfg.Root, "images"))
+	if err != nil {
+		return nodecheck.Finding{}, err
+	}
+	var newer []string
+	var damaged []record.Damaged
+	for _, s := range append(found.Surveys, survey) {
+		newer, damaged = append(newer, s.Newer...), append(damaged, s.Damaged...)
+	}
+	switch {
+	case len(newer) > 0:
+		return finding(subject, fmt.Sprintf("%d records were written by a newer berth, such as %s", len(newer), newer[0]),
+			"use that version, or remove all pods first: see docs/operations.md", ""), nil
+	case len(damaged) > 0:
+		return finding(subject, fmt.Sprintf("%d records are damaged, such as %s: %v", len(damaged), damaged[0].Path,
+			damaged[0].Err), "restore them, or remove their pods first: a daemon that starts removes these pods", ""), nil
+	}
+	return finding(subject, "", "", fmt.Sprintf("%d pods, %d containers and %d images can be read", len(found.Pods),
+		len(found.Containers), len(images))), nil
+}
+
+// checkLaunches reports pods and containers whose monitors this version does not understand.
+func checkLaunches(cfg *config.Config) (nodecheck.Finding, error) {
+	const subject = "monitors"
+	dirs := state.Dirs{Root: cfg.Root, State: cfg.State}
+	entries, err := os.ReadDir(dirs.Shim(""))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nodecheck.Finding{}, fmt.Errorf("list monitors: %w", err)
+	}
+	for _, e := range entries {
+		if _, err := shim.ReadShim(dirs.Shim(e.Name())); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return finding(subject, err.Error(), "remove that pod first", ""), nil
+		}
+	}
+	return finding(subject, "", "", fmt.Sprintf("%d launches can be read", len(entries))), nil
+}
