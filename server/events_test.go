@@ -19,22 +19,18 @@ import (
 	"berth/sandbox/state"
 )
 
-// eventsFake is a feed with room for two unread events.
+// eventsFake is the queue of a sandbox manager.
 type eventsFake struct {
-	once sync.Once
-	feed *state.Feed[state.Event]
+	once  sync.Once
+	queue *state.Queue[state.Event]
 }
 
-func (e *eventsFake) get() *state.Feed[state.Event] {
-	e.once.Do(func() { e.feed = state.NewFeed[state.Event](2) })
-	return e.feed
+func (f *fakePods) Events() *state.Queue[state.Event] {
+	f.events.once.Do(func() { f.events.queue = state.NewQueue[state.Event]() })
+	return f.events.queue
 }
 
-func (f *fakePods) Events() *state.FeedReader[state.Event] { return f.events.get().Subscribe() }
-
-func (f *fakePods) publish(event state.Event) {
-	f.events.get().Publish(func() state.Event { return event })
-}
+func (f *fakePods) publish(event state.Event) { f.Events().Put(func() state.Event { return event }) }
 
 // subscribe returns when the server has subscribed.
 func subscribe(t *testing.T, h *harness) runtimeapi.RuntimeService_GetContainerEventsClient {

@@ -297,7 +297,11 @@ func start(t testing.TB, cfg Config, pods Sandboxes, images Images) *harness {
 	}
 	t.Helper()
 	h := &harness{path: filepath.Join(t.TempDir(), "berth.sock"), log: new(testutil.Buffer)}
-	h.server = New(cfg, pods, images, slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug})))
+	log := slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	if cfg.Events == nil {
+		cfg.Events = OpenEventLog(t.TempDir(), log)
+	}
+	h.server = New(cfg, pods, images, log)
 	l, err := Listen(h.path)
 	testutil.Must(t, err)
 	ctx, cancel := context.WithCancel(context.Background())
