@@ -62,6 +62,8 @@ func (e *EventLog) Told() map[string]state.ToldEvent {
 	return told
 }
 
+var errStopping = errdefs.Unavailable("container events: berth is stopping")
+
 // record writes events to the journal until ctx ends. The next daemon publishes what is left.
 func (s *runtimeService) record(ctx context.Context) {
 	for queue := s.pods.Events(); ; {
@@ -84,6 +86,9 @@ func (s *runtimeService) record(ctx context.Context) {
 // client must list again.
 func (s *runtimeService) GetContainerEvents(_ *runtimeapi.GetEventsRequest,
 	stream grpc.ServerStreamingServer[runtimeapi.ContainerEventResponse]) error {
+	if s.stopping.Err() != nil { // a position of its own would take the place of the ended stream's
+		return errStopping
+	}
 	ctx, cancel := context.WithCancel(stream.Context())
 	defer cancel()
 	defer context.AfterFunc(s.stopping, cancel)()
@@ -96,7 +101,7 @@ func (s *runtimeService) GetContainerEvents(_ *runtimeapi.GetEventsRequest,
 		number, event, err := reader.Next(ctx)
 		switch {
 		case s.stopping.Err() != nil:
-			return errdefs.Unavailable("container events: berth is stopping")
+			return errStopping
 		case errors.Is(err, journal.ErrBehind):
 			return errdefs.New(codes.ResourceExhausted, "container events: %w", err)
 		case err != nil:

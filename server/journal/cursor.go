@@ -36,10 +36,19 @@ type Cursors struct {
 
 	mu sync.Mutex // guards the fields below, not the files
 	// +checklocks:mu
-	left map[Process][]*Cursor // of the previous daemon, whose clients have not come back; the oldest position first
+	left map[Process][]place // of the previous daemon, whose clients have not come back; the oldest position first
 	// +checklocks:mu
 	highest int // number in the names of files
 }
+
+// place is the file and position of a stream that has ended.
+type place struct {
+	path     string
+	position uint64
+}
+
+// positionSize is the size of a file in bytes.
+const positionSize = 8
 
 // Cursor is the position of one stream: the last event that its client has got. Its methods may be
 // called from any number of goroutines.
@@ -57,7 +66,7 @@ type Cursor struct {
 // OpenCursors reads the positions in a directory, which it makes, and drops those of processes that
 // have ended. Files that it cannot read are removed. It also returns the highest position.
 func OpenCursors(dir string, log *slog.Logger) (c *Cursors, highest uint64) {
-	c = &Cursors{dir: dir, log: log, left: map[Process][]*Cursor{}}
+	c = &Cursors{dir: dir, log: log}
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		log.Warn("make the directory of clients of events", "error", err)
 	}
@@ -65,18 +74,19 @@ func OpenCursors(dir string, log *slog.Logger) (c *Cursors, highest uint64) {
 	if err != nil {
 		log.Warn("read the clients of events", "error", err)
 	}
-	left, numbers := map[Process][]*Cursor{}, 0
-	for _, entry := range files {
-		found, process, number, err := openCursor(filepath.Join(dir, entry.Name()), log)
+	left, numbers := map[Process][]place{}, 0
+	for _, file := range files {
+		path := filepath.Join(dir, file.Name())
+		process, number, position, err := readCursor(path)
 		if err != nil {
-			found.Remove()
+			(&Cursor{path: path, log: log}).Remove()
 			continue
 		}
-		highest, numbers = max(highest, found.Position()), max(numbers, number)
-		left[process] = append(left[process], found)
+		highest, numbers = max(highest, position), max(numbers, number)
+		left[process] = append(left[process], place{path, position})
 	}
-	for _, cursors := range left {
-		slices.SortFunc(cursors, func(a, b *Cursor) int { return cmp.Compare(a.Position(), b.Position()) })
+	for _, places := range left {
+		slices.SortFunc(places, func(a, b place) int { return cmp.Compare(a.position, b.position) })
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -84,57 +94,44 @@ func OpenCursors(dir string, log *slog.Logger) (c *Cursors, highest uint64) {
 	return c, highest
 }
 
-// openCursor opens the cursor of a running process.
-func openCursor(path string, log *slog.Logger) (c *Cursor, p Process, number int, err error) {
-	c = &Cursor{path: path, log: log}
+// readCursor reads the position of a running process. number is the last part of the file's name.
+func readCursor(path string) (p Process, number int, position uint64, err error) {
 	if _, err := fmt.Sscanf(filepath.Base(path), "%d-%d-%d", &p.PID, &p.StartTime, &number); err != nil {
-		return c, p, 0, fmt.Errorf("%s is no file of a client: %w", path, err)
+		return p, 0, 0, fmt.Errorf("%s is no file of a client: %w", path, err)
 	}
 	if now, err := ProcessOf(p.PID); err != nil || now != p {
-		return c, p, 0, fmt.Errorf("process %d has ended: %w", p.PID, errors.Join(err, os.ErrProcessDone))
+		return p, 0, 0, errors.Join(err, os.ErrProcessDone)
 	}
-	file, err := os.OpenFile(path, os.O_RDWR, 0)
+	content, err := os.ReadFile(path)
+	if err == nil && len(content) != positionSize {
+		err = fmt.Errorf("%s has %d bytes", path, len(content))
+	}
 	if err != nil {
-		return c, p, number, err
+		return p, 0, 0, err
 	}
-	var content [8]byte
-	_, err = file.ReadAt(content[:], 0)
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.file, c.position = file, binary.LittleEndian.Uint64(content[:])
-	return c, p, number, err
+	return p, number, binary.LittleEndian.Uint64(content), nil
 }
 
-// Take returns the cursor of a stream that the process has opened. It is the one of a stream which
-// ended with the previous daemon, or else a new one at position last.
+// Take returns the cursor of a stream that the process has opened. It continues a stream that ended
+// with the previous daemon, or else begins at position last. Without a file the client begins anew
+// at the next daemon.
 func (c *Cursors) Take(p Process, last uint64) *Cursor {
 	c.mu.Lock()
 	c.highest++
-	number := c.highest
-	var found *Cursor
+	cursor := &Cursor{path: filepath.Join(c.dir, fmt.Sprintf("%d-%d-%d", p.PID, p.StartTime, c.highest)), log: c.log}
 	if left := c.left[p]; len(left) > 0 {
-		found, c.left[p] = left[0], left[1:]
+		cursor.path, last, c.left[p] = left[0].path, left[0].position, left[1:]
 	}
 	c.mu.Unlock()
-	if found != nil {
-		return found
-	}
-	name := fmt.Sprintf("%d-%d-%d", p.PID, p.StartTime, number)
-	made := &Cursor{path: filepath.Join(c.dir, name), log: c.log}
-	made.create(last)
-	return made
-}
-
-// create makes the file. Without it the client starts anew at the next daemon.
-func (c *Cursor) create(position uint64) {
-	file, err := os.OpenFile(c.path, os.O_RDWR|os.O_CREATE|os.O_TRUNC, 0o600)
+	file, err := os.OpenFile(cursor.path, os.O_WRONLY|os.O_CREATE, 0o600)
 	if err != nil {
 		c.log.Warn("record a client of events, which misses events if the daemon restarts", "error", err)
 	}
-	c.mu.Lock()
-	c.file = file
-	c.mu.Unlock()
-	c.Set(position)
+	cursor.mu.Lock()
+	cursor.file = file
+	cursor.mu.Unlock()
+	cursor.Set(last)
+	return cursor
 }
 
 // Position returns the number of the last event that the client has got.
