@@ -117,9 +117,11 @@ func (s *runtimeService) GetContainerEvents(_ *runtimeapi.GetEventsRequest,
 // follow returns the position of a new stream's client. end forgets it, or keeps it for the next
 // daemon.
 func (e *EventLog) follow(ctx context.Context) (cursor *eventCursor, end func(forget bool)) {
-	var info peerInfo
+	info := peerInfo{conn: new(markedConn)}
 	if p, ok := peer.FromContext(ctx); ok {
-		info, _ = p.AuthInfo.(peerInfo)
+		if from, ok := p.AuthInfo.(peerInfo); ok {
+			info = from
+		}
 	}
 	cursor = &eventCursor{e.cursors.Take(info.process(), e.journal.Last()), newMark(), 0}
 	info.conn.watch(cursor)

@@ -178,23 +178,24 @@ func (j *Journal) rewrite(entries []entry) {
 	}
 }
 
-// create writes a file and places it at path.
+// create writes a file and places it at path. After an error there is none, because an old file
+// would be wrong for the next daemon.
 func create(path string, content []byte) (*os.File, error) {
 	draft := path + ".tmp"
 	failpoint.Reach("events.create")
 	file, err := os.OpenFile(draft, os.O_RDWR|os.O_CREATE|os.O_TRUNC, 0o600)
 	failpoint.Reach("events.created")
-	if err != nil {
-		return nil, err
+	if err == nil {
+		_, err = file.Write(content)
 	}
-	if _, err = file.Write(content); err == nil {
+	if err == nil {
 		failpoint.Reach("events.place")
 		err = os.Rename(draft, path)
 		failpoint.Reach("events.placed")
 	}
 	if err != nil {
-		// The old file would be wrong for the next daemon.
-		return nil, errors.Join(err, file.Close(), remove(draft), remove(path))
+		_ = file.Close() // nil if it was not created
+		return nil, errors.Join(err, remove(path))
 	}
 	return file, nil
 }

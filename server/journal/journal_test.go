@@ -92,9 +92,9 @@ func TestNextWaits(t *testing.T) {
 	t.Parallel()
 	j := Open(t.TempDir(), 0, discard)
 	defer j.Close()
-	got := make(chan error, 1)
+	reader, got := j.Follow(j.Last()), make(chan error, 1)
 	go func() {
-		_, _, err := j.Follow(j.Last()).Next(t.Context())
+		_, _, err := reader.Next(t.Context())
 		got <- err
 	}()
 	appendAll(t, j, "a")
