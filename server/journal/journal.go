@@ -86,7 +86,7 @@ func open(dir string, highest uint64, limit int64, log *slog.Logger) *Journal {
 	if found.size == 0 || found.last() < highest {
 		first = highest + 2 // no client has the event before it
 	}
-	j.told = toldBy(found.entries)
+	j.told, _ = lastOfEach(found.entries)
 	j.view.Store(&view{first: first, last: max(found.last(), first-1), grown: make(chan struct{})})
 	j.rewrite(found.entries)
 	return j
@@ -156,8 +156,9 @@ func (j *Journal) rewrite(entries []entry) {
 		v.last = max(v.last, entries[len(entries)-1].number())
 	}
 	content := header(v.first)
-	for _, e := range lastOfEach(entries[:kept]) {
-		content = append(content, e...)
+	_, last := lastOfEach(entries[:kept])
+	for _, e := range last {
+		content = append(content, pack(e.number(), e.short(), nil)...)
 	}
 	for _, e := range entries[kept:] {
 		content = append(content, e...)
@@ -223,40 +224,21 @@ func inMemory(content []byte) (*os.File, error) {
 // Close closes the file.
 func (j *Journal) Close() error { return j.view.Load().file.Close() }
 
-// toldBy returns the last event of each object that was not deleted.
-func toldBy(entries []entry) Told {
-	told := Told{}
+// lastOfEach returns the last event of each object that was not deleted, in order.
+func lastOfEach(entries []entry) (told Told, last []entry) {
+	told, of := Told{}, map[string]entry{}
 	for _, e := range entries {
 		event := &runtimeapi.ContainerEventResponse{}
 		if proto.Unmarshal(e.short(), event) != nil {
 			continue // the checksum is right, so a later version wrote it
 		}
-		told[event.ContainerId] = event
-	}
-	maps.DeleteFunc(told, func(_ string, event *runtimeapi.ContainerEventResponse) bool {
-		return event.ContainerEventType == runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT
-	})
-	return told
-}
-
-// lastOfEach returns the last entry of each existing object, shortened, in order.
-func lastOfEach(entries []entry) (last []entry) {
-	number := map[string]entry{}
-	for _, e := range entries {
-		event := &runtimeapi.ContainerEventResponse{}
-		if proto.Unmarshal(e.short(), event) != nil {
-			continue
-		}
-		number[event.ContainerId] = e
+		told[event.ContainerId], of[event.ContainerId] = event, e
 		if event.ContainerEventType == runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT {
-			delete(number, event.ContainerId)
+			delete(told, event.ContainerId)
+			delete(of, event.ContainerId)
 		}
 	}
-	for _, e := range number {
-		last = append(last, pack(e.number(), e.short(), nil))
-	}
-	slices.SortFunc(last, func(a, b entry) int { return cmp.Compare(a.number(), b.number()) })
-	return last
+	return told, slices.SortedFunc(maps.Values(of), func(a, b entry) int { return cmp.Compare(a.number(), b.number()) })
 }
 
 // Reader reads the events after a position. One goroutine at a time may use it.
