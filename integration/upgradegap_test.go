@@ -220,3 +220,28 @@ func spread(all []time.Duration) string {
 	slices.Sort(all)
 	return fmt.Sprintf("median %s, longest %s", all[len(all)/2].Round(time.Millisecond), all[len(all)-1].Round(time.Millisecond))
 }
+
+// A stop of a container that is in flight does not delay the daemon's end. The repeated call stops
+// the container.
+func TestStopInFlightIsCutByUpgrade(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithHeldSocket)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t, harness.Script("trap 'echo asked' TERM; echo ready; while :; do sleep 0.1; done"))
+	c.WaitOutput(t, "ready")
+	client := harness.RawRuntime(t, d)
+	stopped := make(chan error, 1)
+	go func() {
+		_, err := client.StopContainer(context.WithoutCancel(t.Context()),
+			&runtimeapi.StopContainerRequest{ContainerId: c.Id, Timeout: 3600})
+		stopped <- err
+	}()
+	c.WaitOutput(t, "asked")
+	d.Disconnect(t)
+	d.Signal(t, syscall.SIGTERM)
+	harness.WantCode(t, <-stopped, codes.Unavailable)
+	d.Start(t)
+	harness.Equal(t, "state after the upgrade", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+	_, err := client.StopContainer(t.Context(), &runtimeapi.StopContainerRequest{ContainerId: c.Id})
+	harness.Must(t, err)
+	harness.Equal(t, "state after the repeated call", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
+}
