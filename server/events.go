@@ -76,6 +76,7 @@ func (s *runtimeService) record(ctx context.Context) {
 				s.log.Error("publish an event; clients miss it", "error", err)
 			}
 		}
+		s.cfg.Events.journal.ForgetTold() // the first events include all of the recovery
 	}
 }
 

@@ -66,7 +66,7 @@ func TestEventsReachAllClients(t *testing.T) {
 }
 
 // publishLarge publishes n events, each larger than HTTP/2's windows, so that Send blocks for a
-// client that does not read. The journal keeps less than ten.
+// client that does not read. The journal keeps a few.
 func publishLarge(pods *fakePods, n int) {
 	large := exited()
 	large.Exit.Message = strings.Repeat("x", 1<<20)
@@ -114,8 +114,11 @@ func TestSlowClientGetsError(t *testing.T) {
 // The same process continues at the next server where its stream ended.
 func TestClientContinuesAtNextServer(t *testing.T) {
 	dir := t.TempDir()
-	serve := func() (*fakePods, *harness) {
+	serve := func(recovered ...state.Event) (*fakePods, *harness) {
 		pods, cfg := &fakePods{}, testConfig
+		for _, event := range recovered {
+			pods.publish(event)
+		}
 		cfg.Events = OpenEventLog(dir, discardLog)
 		return pods, start(t, cfg, pods, &fakeImages{})
 	}
@@ -133,9 +136,8 @@ func TestClientContinuesAtNextServer(t *testing.T) {
 	pods.publish(state.Event{ID: "c1", Pod: pod})
 	wantNext(stream, "c1")
 	testutil.Must(t, h.stop())
-	pods, h = serve()
-	pods.publish(state.Event{ID: "c2", Pod: pod})
-	pods.publish(state.Event{ID: "c1", Type: runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT}) // its pod was removed, too
+	const deleted = runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT
+	_, h = serve(state.Event{ID: "c2", Pod: pod}, state.Event{ID: "c1", Type: deleted}) // the pod of c1 was removed, too
 	stream = subscribe(t, h)
 	wantNext(stream, "c2")
 	wantNext(stream, "c1")

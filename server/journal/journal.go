@@ -39,7 +39,7 @@ var ErrBehind = errors.New("the client is too far behind: events were dropped")
 
 // usualLimit is the size in bytes at which old events are dropped. The newer half stays. An event
 // of a pod with one container has one to two KB.
-const usualLimit = 8 << 20
+const usualLimit = 4 << 20
 
 // Journal is the file of events. One goroutine at a time may call Append. Any number may follow.
 type Journal struct {
@@ -92,8 +92,11 @@ func open(dir string, highest uint64, limit int64, log *slog.Logger) *Journal {
 	return j
 }
 
-// Told returns the last events that the previous daemon has published.
+// Told returns the last events that the previous daemon has published, until ForgetTold.
 func (j *Journal) Told() Told { return j.told }
+
+// ForgetTold frees what Told returns. No other call may run meanwhile.
+func (j *Journal) ForgetTold() { j.told = nil }
 
 // Last returns the number of the newest event.
 func (j *Journal) Last() uint64 { return j.view.Load().last }
