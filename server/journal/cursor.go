@@ -66,7 +66,6 @@ type Cursor struct {
 // OpenCursors reads the positions in a directory, which it makes, and drops those of processes that
 // have ended. Files that it cannot read are removed. It also returns the highest position.
 func OpenCursors(dir string, log *slog.Logger) (c *Cursors, highest uint64) {
-	c = &Cursors{dir: dir, log: log}
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		log.Warn("make the directory of clients of events", "error", err)
 	}
@@ -88,10 +87,7 @@ func OpenCursors(dir string, log *slog.Logger) (c *Cursors, highest uint64) {
 	for _, places := range left {
 		slices.SortFunc(places, func(a, b place) int { return cmp.Compare(a.position, b.position) })
 	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.left, c.highest = left, numbers
-	return c, highest
+	return &Cursors{dir: dir, log: log, left: left, highest: numbers}, highest
 }
 
 // readCursor reads the position of a running process. number is the last part of the file's name.
