@@ -70,7 +70,7 @@ func (k *control) StopContainer(ctx context.Context, id string, timeout time.Dur
 	if timeout < math.MaxInt64-total {
 		total += timeout
 	}
-	return k.tasks.Detach(ctx, total, "stop", c.String(), func(ctx context.Context) error {
+	return k.tasks.DetachWait(ctx, total, "stop", c.String(), func(ctx context.Context) error {
 		return k.stopContainer(ctx, c, timeout)
 	})
 }

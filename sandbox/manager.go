@@ -57,6 +57,8 @@ type Config struct {
 	Observer   Observer    // nil: none
 	Log        *slog.Logger
 	LogFormat  string // of Log: json or text
+	// Told are the last events that an earlier daemon has published, by the object's ID.
+	Told map[string]state.ToldEvent
 }
 
 // Manager runs the lifecycle of all pods and containers. It orders the steps of each operation, and
@@ -138,6 +140,7 @@ func newManager(cfg Config, p *parts, tasks *task.Runner) *Manager {
 		cfg.Names.objects.Store(&all)
 	}
 	lists, events := state.NewLists(all.pods, all.containers)
+	events.Continue(cfg.Told)
 	k := &control{
 		objects: all, node: p.node, tasks: tasks, events: events, records: p.records, stopper: p.stopper,
 	}

@@ -43,6 +43,13 @@ func (o objects) has(id string) bool {
 	return pod || ctr
 }
 
+// visible reports whether clients see a pod or container with that ID.
+func (o objects) visible(id string) bool {
+	pod, isPod := o.pods.Get(id)
+	ctr, isContainer := o.containers.Get(id)
+	return isPod && pod.Visible() || isContainer && ctr.Visible()
+}
+
 // runtimeOf returns the runtime of a container. It is nil for libcontainer, and if the pod's record
 // was lost.
 func (o objects) runtimeOf(c *container) *ociruntime.Runtime {

@@ -49,6 +49,7 @@ func (r *recovery) run(ctx context.Context) error {
 	if err := r.recoverContainers(ctx); err != nil {
 		return err
 	}
+	r.m.control.events.Recovered(r.m.objects.visible)
 	if err := r.removeUnrecorded(); err != nil {
 		return err
 	}

@@ -5,6 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
+	"os"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -17,24 +20,21 @@ import (
 	"berth/image"
 	"berth/internal/testutil"
 	"berth/sandbox/state"
+	"berth/server/journal"
 )
 
-// eventsFake is a feed with room for two unread events.
+// eventsFake is the queue of a sandbox manager.
 type eventsFake struct {
-	once sync.Once
-	feed *state.Feed[state.Event]
+	once  sync.Once
+	queue *state.Queue[state.Event]
 }
 
-func (e *eventsFake) get() *state.Feed[state.Event] {
-	e.once.Do(func() { e.feed = state.NewFeed[state.Event](2) })
-	return e.feed
+func (f *fakePods) Events() *state.Queue[state.Event] {
+	f.events.once.Do(func() { f.events.queue = state.NewQueue[state.Event]() })
+	return f.events.queue
 }
 
-func (f *fakePods) Events() *state.FeedReader[state.Event] { return f.events.get().Subscribe() }
-
-func (f *fakePods) publish(event state.Event) {
-	f.events.get().Publish(func() state.Event { return event })
-}
+func (f *fakePods) publish(event state.Event) { f.Events().Put(func() state.Event { return event }) }
 
 // subscribe returns when the server has subscribed.
 func subscribe(t *testing.T, h *harness) runtimeapi.RuntimeService_GetContainerEventsClient {
@@ -66,7 +66,7 @@ func TestEventsReachAllClients(t *testing.T) {
 }
 
 // publishLarge publishes n events, each larger than HTTP/2's windows, so that Send blocks for a
-// client that does not read.
+// client that does not read. The journal keeps a few.
 func publishLarge(pods *fakePods, n int) {
 	large := exited()
 	large.Exit.Message = strings.Repeat("x", 1<<20)
@@ -110,6 +110,89 @@ func TestSlowClientGetsError(t *testing.T) {
 		}
 	}
 }
+
+// The same process continues at the next server where its stream ended.
+func TestClientContinuesAtNextServer(t *testing.T) {
+	dir := t.TempDir()
+	serve := func(recovered ...state.Event) (*fakePods, *harness) {
+		pods, cfg := &fakePods{}, testConfig
+		for _, event := range recovered {
+			pods.publish(event)
+		}
+		cfg.Events = OpenEventLog(dir, discardLog)
+		return pods, start(t, cfg, pods, &fakeImages{})
+	}
+	wantNext := func(stream runtimeapi.RuntimeService_GetContainerEventsClient, id string) {
+		t.Helper()
+		event, err := stream.Recv()
+		testutil.Must(t, err)
+		if event.ContainerId != id || event.PodSandboxStatus.GetId() != "p1" {
+			t.Errorf("got %v, want an event of %s", event, id)
+		}
+	}
+	pod := testPod{ID: "p1", Config: podConfig("a", nil)}.snapshot()
+	pods, h := serve()
+	stream := subscribe(t, h)
+	pods.publish(state.Event{ID: "c1", Pod: pod})
+	wantNext(stream, "c1")
+	testutil.Must(t, h.stop())
+	const deleted = runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT
+	_, h = serve(state.Event{ID: "c2", Pod: pod}, state.Event{ID: "c1", Type: deleted}) // the pod of c1 was removed, too
+	stream = subscribe(t, h)
+	wantNext(stream, "c2")
+	wantNext(stream, "c1")
+	testutil.Must(t, h.stop())
+	pods, h = serve()
+	stream = subscribe(t, h)
+	pods.publish(state.Event{ID: "c3", Pod: pod})
+	wantNext(stream, "c3")
+}
+
+// A position moves when the end of its event has reached the socket, however writes divide it.
+func TestMarkedConn(t *testing.T) {
+	t.Parallel()
+	process, err := journal.ProcessOf(os.Getpid())
+	testutil.Must(t, err)
+	cursors, _ := journal.OpenCursors(t.TempDir(), discardLog)
+	newCursor := func() *eventCursor {
+		cursor := &eventCursor{cursors.Take(process, 0), newMark(), 0}
+		t.Cleanup(cursor.Close)
+		return cursor
+	}
+	size := len(newMark()) + 8
+	for cut := range size + 1 {
+		mine, other := newCursor(), newCursor()
+		conn := &markedConn{Conn: writesNowhere{}}
+		conn.watch(mine)
+		conn.watch(other)
+		write := func(b []byte) {
+			if n, err := conn.Write(b); n != len(b) || err != nil {
+				t.Fatal(n, err)
+			}
+		}
+		message := append([]byte("event"), mine.marked(7)...)
+		write(message[:5+cut])
+		if cut < size && mine.Position() != 0 {
+			t.Errorf("%d of %d bytes of the mark were written: position %d", cut, size, mine.Position())
+		}
+		for _, b := range message[5+cut:] { // single bytes
+			write([]byte{b})
+		}
+		write(slices.Concat(mine.marked(8), mine.marked(9), mine.marked(10)[:size-1]))
+		if mine.Position() != 9 || other.Position() != 0 {
+			t.Errorf("positions %d and %d, want 9 and 0", mine.Position(), other.Position())
+		}
+		conn.unwatch(mine)
+		write(mine.marked(11))
+		if mine.Position() != 9 {
+			t.Errorf("position %d after the end of the stream", mine.Position())
+		}
+	}
+}
+
+type writesNowhere struct{ net.Conn }
+
+func (writesNowhere) Write(b []byte) (int, error) { return len(b), nil }
 
 func TestEventStreamsEndWithServer(t *testing.T) {
 	h := start(t, testConfig, &fakePods{}, &fakeImages{})

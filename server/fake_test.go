@@ -290,6 +290,15 @@ func emptyProfiles(t testing.TB) *profile.Store {
 	return store
 }
 
+// withEvents adds an empty journal of events, unless the configuration has one.
+func withEvents(t testing.TB, cfg Config) Config {
+	t.Helper()
+	if cfg.Events == nil {
+		cfg.Events = OpenEventLog(t.TempDir(), discardLog)
+	}
+	return cfg
+}
+
 // start serves pods and images on a socket in a temporary directory.
 func start(t testing.TB, cfg Config, pods Sandboxes, images Images) *harness {
 	if fake, ok := images.(*fakeImages); ok && fake.profiles == nil {
@@ -297,7 +306,8 @@ func start(t testing.TB, cfg Config, pods Sandboxes, images Images) *harness {
 	}
 	t.Helper()
 	h := &harness{path: filepath.Join(t.TempDir(), "berth.sock"), log: new(testutil.Buffer)}
-	h.server = New(cfg, pods, images, slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug})))
+	log := slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	h.server = New(withEvents(t, cfg), pods, images, log)
 	l, err := Listen(h.path)
 	testutil.Must(t, err)
 	ctx, cancel := context.WithCancel(context.Background())

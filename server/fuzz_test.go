@@ -41,7 +41,7 @@ type rpc struct {
 	call func(decode func(any) error) error
 }
 
-func allRPCs(pods Sandboxes, images Images) []rpc {
+func allRPCs(cfg Config, pods Sandboxes, images Images) []rpc {
 	var all []rpc
 	gone, cancel := context.WithCancel(context.Background())
 	cancel() // endless streams end at once
@@ -58,7 +58,7 @@ func allRPCs(pods Sandboxes, images Images) []rpc {
 			}})
 		}
 	}
-	add(runtimeServiceDesc(), &runtimeService{cfg: testConfig, stopping: context.Background(), pods: pods, images: images})
+	add(runtimeServiceDesc(), &runtimeService{cfg: cfg, stopping: context.Background(), pods: pods, images: images})
 	add(&runtimeapi.ImageService_ServiceDesc, &imageService{images: images, pods: pods})
 	return all
 }
@@ -78,7 +78,8 @@ func FuzzRPC(f *testing.F) {
 		&runtimeapi.UpdateRuntimeConfigRequest{RuntimeConfig: &runtimeapi.RuntimeConfig{NetworkConfig: &runtimeapi.NetworkConfig{PodCidr: "x"}}},
 		&runtimeapi.StatusRequest{Verbose: true},
 	}
-	for i := range allRPCs(nil, nil) {
+	cfg := withEvents(f, testConfig)
+	for i := range allRPCs(cfg, nil, nil) {
 		f.Add(uint8(i), []byte{})
 		f.Add(uint8(i), []byte{0xff, 0x01})
 		for _, msg := range seeds {
@@ -92,7 +93,7 @@ func FuzzRPC(f *testing.F) {
 		config, err := json.Marshal(ocispec.Image{Author: string(data)})
 		testutil.Must(t, err)
 		images := &fakeImages{profiles: emptyProfiles(t), images: []*image.Image{{ID: idA, RepoTags: []string{"x"}, Raw: config}}}
-		rpcs := allRPCs(pods, images)
+		rpcs := allRPCs(cfg, pods, images)
 		r := rpcs[int(which)%len(rpcs)]
 		err = r.call(func(m any) error {
 			if proto.Unmarshal(data, m.(proto.Message)) != nil {
@@ -104,7 +105,7 @@ func FuzzRPC(f *testing.F) {
 			return // grpc answers it
 		}
 		check(t, r.name, err)
-		readBack(t, &runtimeService{cfg: testConfig, stopping: context.Background(), pods: pods, images: images})
+		readBack(t, &runtimeService{cfg: cfg, stopping: context.Background(), pods: pods, images: images})
 	})
 }
 

@@ -52,8 +52,32 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 	if s.changing != nil && changing[info.FullMethod] {
 		defer s.changing()()
 	}
-	resp, err = handler(ctx, req)
+	if waiting[info.FullMethod] {
+		resp, err = s.untilStop(ctx, req, handler)
+	} else {
+		resp, err = handler(ctx, req)
+	}
 	failpoint.Reach("server.answer")
+	return resp, err
+}
+
+// waiting are methods that may take minutes, and that continue when the client repeats them. A stop
+// cuts them at once, because no request is answered until the next daemon serves.
+var waiting = map[string]bool{
+	runtimeapi.RuntimeService_StopContainer_FullMethodName: true,
+	runtimeapi.ImageService_PullImage_FullMethodName:       true,
+}
+
+// untilStop calls a handler and cancels its context when the server stops. The error is then
+// Unavailable.
+func (s *Server) untilStop(ctx context.Context, req any, handler grpc.UnaryHandler) (any, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(s.stopping, cancel)()
+	resp, err := handler(ctx, req)
+	if err != nil && s.stopping.Err() != nil {
+		err = errdefs.Unavailable("berth is stopping, repeat the call: %w", err)
+	}
 	return resp, err
 }
 

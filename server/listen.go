@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc/credentials"
 
 	"berth/internal/failpoint"
+	"berth/server/journal"
 )
 
 // Listen makes the unix socket at path with mode 0600, and a missing directory with mode 0700. It
@@ -166,7 +167,18 @@ type peerCredentials struct{ log *slog.Logger }
 // peerInfo is the AuthInfo of a connection.
 type peerInfo struct {
 	credentials.CommonAuthInfo
-	pid int32
+	pid  int32
+	conn *markedConn
+}
+
+// process returns the client. It is the zero Process if the client has ended, or if it is in a PID
+// namespace that the daemon does not see.
+func (p peerInfo) process() journal.Process {
+	found, err := journal.ProcessOf(int(p.pid))
+	if err != nil {
+		return journal.Process{}
+	}
+	return found
 }
 
 // AuthType implements credentials.AuthInfo.
@@ -178,7 +190,9 @@ func (p peerCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials.A
 	if err != nil {
 		return nil, nil, err
 	}
-	return conn, peerInfo{credentials.CommonAuthInfo{SecurityLevel: credentials.PrivacyAndIntegrity}, cred.Pid}, nil
+	marked := &markedConn{Conn: conn}
+	common := credentials.CommonAuthInfo{SecurityLevel: credentials.PrivacyAndIntegrity}
+	return marked, peerInfo{common, cred.Pid, marked}, nil
 }
 
 // ClientHandshake implements credentials.TransportCredentials. It always fails.

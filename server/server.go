@@ -17,10 +17,12 @@ package server
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"math"
 	"net"
+	"sync"
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -134,6 +136,8 @@ type Config struct {
 
 	Observer Observer // nil: none
 
+	Events *EventLog // Serve closes it
+
 	// Names returns the names of the pod or container with an ID. It answers from memory and may be
 	// nil.
 	Names func(id string) (state.Names, bool)
@@ -152,6 +156,8 @@ type Server struct {
 	observer Observer      // nil: none
 	changing func() func() // Config.Changing
 	names    func(id string) (state.Names, bool)
+
+	events *runtimeService // for record and its EventLog
 
 	requests *semaphore.Weighted // held by each unary request, and by stop
 
@@ -176,6 +182,7 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 		grpc.StreamInterceptor(s.stream),
 	)
 	containers := &runtimeService{cfg: cfg, stopping: s.stopping, pods: pods, images: images, log: log}
+	s.events = containers
 	s.grpc.RegisterService(runtimeServiceDesc(), containers)
 	runtimeapi.RegisterImageServiceServer(s.grpc, &imageService{images: images, pods: pods})
 	admin.Register(s.grpc, images)
@@ -189,25 +196,30 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 // ctx ended.
 func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	ctx, cancel := context.WithCancel(ctx)
-	stopped := make(chan struct{})
-	go func() {
-		defer close(stopped)
+	var stopping, recording sync.WaitGroup
+	graceful := false
+	stopping.Go(func() {
 		<-ctx.Done()
-		s.stop()
-	}()
+		graceful = s.stop()
+	})
+	record, endRecord := context.WithCancel(context.Background())
+	recording.Go(func() { s.events.record(record) })
 	err := s.grpc.Serve(l)
 	cancel()
-	<-stopped
+	stopping.Wait()
+	endRecord()
+	recording.Wait()
 	if err != nil {
-		return fmt.Errorf("serve CRI on %s: %w", l.Addr(), err)
+		err = fmt.Errorf("serve CRI on %s: %w", l.Addr(), err)
 	}
-	return nil
+	return errors.Join(err, s.events.cfg.Events.close(graceful))
 }
 
 // stop ends the gRPC server. It first waits for requests, then cancels their contexts, and finally
 // abandons the handlers that still run. Streams get streamGrace after the last unary request,
-// because a stream whose client does not read ends only with its connection.
-func (s *Server) stop() {
+// because a stream whose client does not read ends only with its connection. stop reports whether
+// all answers were written.
+func (s *Server) stop() (graceful bool) {
 	s.endStreams()
 	ended := make(chan struct{})
 	go func() {
@@ -219,7 +231,7 @@ func (s *Server) stop() {
 	if s.requests.Acquire(ctx, allRequests) == nil {
 		select {
 		case <-ended:
-			return
+			return true
 		case <-ctx.Done():
 		case <-time.After(streamGrace):
 			s.log.Info("cut off clients that do not read their answers")
@@ -230,6 +242,7 @@ func (s *Server) stop() {
 	if !within(s.grace, s.grpc.Stop) {
 		s.log.Error("abandon requests that still run after their cancellation")
 	}
+	return false
 }
 
 // within runs f and reports whether it returned in time. It abandons a late f, because the process

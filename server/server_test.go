@@ -287,7 +287,7 @@ func TestServeReportsBrokenListener(t *testing.T) {
 	l, err := Listen(filepath.Join(t.TempDir(), "s"))
 	testutil.Must(t, err)
 	l.Close()
-	err = New(testConfig, &fakePods{}, &fakeImages{}, discardLog).Serve(t.Context(), l)
+	err = New(withEvents(t, testConfig), &fakePods{}, &fakeImages{}, discardLog).Serve(t.Context(), l)
 	if err == nil || !strings.Contains(err.Error(), "serve CRI on") {
 		t.Errorf("Serve: %v", err)
 	}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -55,6 +56,7 @@ type Daemon struct {
 	starter []string // command that starts the daemon; empty: the test itself
 	enter   []string // command that enters the daemon's namespaces; empty: those of the test
 	byUnit  bool     // systemd starts the daemon
+	socket  *os.File // listening socket that the daemon gets; nil: it makes its own
 
 	dirsInConfig bool // root and state are in the configuration file, not flags
 
@@ -193,6 +195,17 @@ func WithNetworkIn(dataDir string) DaemonOption {
 // arguments.
 func StartedBy(command ...string) DaemonOption {
 	return func(_ *testing.T, d *Daemon) { d.starter = append(command, d.starter...) }
+}
+
+// WithHeldSocket makes the test listen on the daemon's socket and pass it on, as systemd does. So
+// connections wait while no daemon runs.
+func WithHeldSocket(t *testing.T, d *Daemon) {
+	listener := Get(net.ListenUnix("unix", &net.UnixAddr{Name: d.Socket, Net: "unix"}))(t)
+	d.socket = Get(listener.File())(t)
+	listener.SetUnlinkOnClose(false)
+	Must(t, listener.Close())
+	t.Cleanup(func() { Must(t, d.socket.Close()) })
+	d.starter = []string{"/bin/sh", "-c", `LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"`, "sh"}
 }
 
 // InNamespaces starts the daemon, and checks of its state, by a command such as nsenter.
@@ -420,6 +433,9 @@ func (d *Daemon) launch(t *testing.T) {
 	d.Cmd = d.ServeCommand()
 	startBy(t, d.Cmd, d.starter)
 	d.Cmd.Stdout, d.Cmd.Stderr = logFile, logFile
+	if d.socket != nil {
+		d.Cmd.ExtraFiles = []*os.File{d.socket} // descriptor 3
+	}
 	// A separate process group, so that Ctrl-C at the terminal does not stop the daemon.
 	d.Cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	Must(t, d.Cmd.Start())

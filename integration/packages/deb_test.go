@@ -71,7 +71,7 @@ func (n *node) testInstall(t *testing.T) {
 	install(t, "old")
 	harness.Equal(t, "state of the unit", property(t, "berth.service", "ActiveState"), "inactive")
 	harness.Equal(t, "unit file", property(t, "berth.service", "UnitFileState"), "enabled")
-	harness.Equal(t, "socket's unit file", property(t, "berth.socket", "UnitFileState"), "disabled")
+	harness.Equal(t, "socket's unit file", property(t, "berth.socket", "UnitFileState"), "enabled")
 	for path, want := range map[string]string{"/proc/sys/vm/overcommit_memory": "1", "/proc/sys/fs/inotify/max_user_instances": "8192"} {
 		harness.Equal(t, path, strings.TrimSpace(string(harness.Get(os.ReadFile(path))(t))), want)
 	}

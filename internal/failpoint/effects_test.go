@@ -70,6 +70,7 @@ const (
 	signal    = "a signal, which the next cleanup repeats"
 	unpinned  = "in a network namespace that is not pinned yet"
 	history   = "traces, which nothing depends on; they are written at any time"
+	position  = "the position of a client, without which the client begins anew"
 	unnamed   = "in a directory without a name yet; failpoints surround the whole"
 	undo      = "undoes after an error, as the next start does after a crash"
 )
@@ -178,6 +179,10 @@ var unmarked = map[string]string{
 	"internal/rootfs.overlayOnStack: unix.Unmount":                                launcher,
 	"internal/rootfs.probeOverlay: unix.Mount":                                    probe,
 	"internal/rootfs.probeTmpfs: unix.MountSetattr":                               probe,
+
+	"server/journal.OpenCursors: os.MkdirAll": again,
+	"server/journal.Take: os.OpenFile":        position,
+	"server/journal.remove: os.Remove":        position,
 
 	"sandbox/history.save: os.WriteFile os.Rename":   history,
 	"sandbox/history.removeIfExists: os.Remove":      history,

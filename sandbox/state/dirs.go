@@ -60,6 +60,9 @@ func (d Dirs) EmptyLayer() string { return filepath.Join(d.Root, "empty") }
 // RunID is the file with the ID of this state directory (see Run).
 func (d Dirs) RunID() string { return filepath.Join(d.State, "run-id") }
 
+// Events holds the journal of events and the positions of its clients (package server/journal).
+func (d Dirs) Events() string { return filepath.Join(d.State, "events") }
+
 // Shim is the shim directory of a container or pause.
 func (d Dirs) Shim(id string) string { return filepath.Join(d.State, "c", id) }
 

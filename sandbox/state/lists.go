@@ -84,9 +84,8 @@ func (l *Lists[P, C]) Containers() []*Container {
 	return infos[Container](l.containers.Sorted(oldestFirst[Container]))
 }
 
-// Events subscribes to future events of all pods and containers. The caller closes the reader. A
-// reader that falls too far behind gets ErrBehind.
-func (l *Lists[P, C]) Events() *FeedReader[Event] { return l.events.Subscribe() }
+// Events returns the events of all pods and containers since NewLists. One goroutine may read them.
+func (l *Lists[P, C]) Events() *Queue[Event] { return l.events.queue }
 
 // published returns the snapshot of a pod, or nil for an unknown or unpublished pod.
 func (l *Lists[P, C]) published(id string) *Pod {
@@ -97,7 +96,7 @@ func (l *Lists[P, C]) published(id string) *Pod {
 	return p.Info()
 }
 
-// containersOf returns the pod's containers, oldest first. It runs under the feed's lock, so it
+// containersOf returns the pod's containers, oldest first. It runs under the queue's lock, so it
 // copies and sorts only the pod's own containers.
 func (l *Lists[P, C]) containersOf(podID string) []*Container {
 	var of []C

@@ -1,7 +1,7 @@
 package state
 
 import (
-	"context"
+	"slices"
 	"testing"
 	"time"
 
@@ -85,9 +85,6 @@ func TestEvents(t *testing.T) {
 			return nil
 		},
 		func(string) []*Container { return []*Container{running} })
-	reader := events.Subscribe()
-	defer reader.Close()
-
 	events.PodChanged(nil, pod)
 	events.ContainerChanged(nil, created)
 	events.ContainerChanged(created, created) // only its limits changed
@@ -101,11 +98,7 @@ func TestEvents(t *testing.T) {
 	events.PodDeleted(nil)
 	events.PodDeleted(pod)
 
-	for i, want := range []struct {
-		kind runtimeapi.ContainerEventType
-		id   string
-		pod  bool
-	}{
+	wantEvents(t, events, pod, []wantedEvent{
 		{runtimeapi.ContainerEventType_CONTAINER_CREATED_EVENT, "p", true},
 		{runtimeapi.ContainerEventType_CONTAINER_STARTED_EVENT, "p", true},
 		{runtimeapi.ContainerEventType_CONTAINER_CREATED_EVENT, "c", true},
@@ -115,24 +108,78 @@ func TestEvents(t *testing.T) {
 		{runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT, "d", false}, // outlived its pod
 		{runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT, "p", true},
 		{runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT, "p", true},
-	} {
-		got := next(t, reader)
-		if got.Type != want.kind || got.ID != want.id || (got.Pod == pod) != want.pod {
-			t.Errorf("event %d is %v of %s (pod %v), want %v of %s", i, got.Type, got.ID, got.Pod, want.kind, want.id)
-		}
+	})
+}
+
+// wantedEvent is an event, and whether it has a snapshot of its pod.
+type wantedEvent struct {
+	kind runtimeapi.ContainerEventType
+	id   string
+	pod  bool
+}
+
+func wantEvents(t *testing.T, events *Events, pod *Pod, want []wantedEvent) {
+	t.Helper()
+	events.queue.Put(func() Event { return Event{} }) // so that Next has something to return
+	got, err := events.queue.Next(t.Context())
+	testutil.Must(t, err)
+	var described []wantedEvent
+	for _, event := range got[:len(got)-1] {
+		described = append(described, wantedEvent{event.Type, event.ID, event.Pod == pod})
 	}
-	ended, cancel := context.WithCancel(t.Context())
-	cancel()
-	if more, err := reader.Next(ended); err == nil {
-		t.Errorf("unexpected event: %v of %s", more.Type, more.ID)
+	if !slices.Equal(described, want) {
+		t.Errorf("events are\n%v, want\n%v", described, want)
 	}
 }
 
-func next(t *testing.T, reader *FeedReader[Event]) Event {
-	t.Helper()
-	event, err := reader.Next(t.Context())
-	testutil.Must(t, err)
-	return event
+// A new daemon publishes what its predecessor has not published.
+func TestEventsContinue(t *testing.T) {
+	t.Parallel()
+	const created, started, stopped, deleted = runtimeapi.ContainerEventType_CONTAINER_CREATED_EVENT,
+		runtimeapi.ContainerEventType_CONTAINER_STARTED_EVENT,
+		runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT,
+		runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT
+	pod := &Pod{PodSpec: &PodSpec{ID: "p"}, PodStatus: NewPodStatus(PodReady)}
+	in := func(phase Phase, ran bool) *Container {
+		c := &Container{ContainerSpec: &ContainerSpec{ID: "c", PodID: "p"}, ContainerStatus: NewContainerStatus(phase)}
+		if ran {
+			c.StartedAt = time.Unix(1, 0)
+		}
+		return c
+	}
+	for name, test := range map[string]struct {
+		told map[string]runtimeapi.ContainerEventType
+		now  *Container // nil: removed
+		want []wantedEvent
+	}{
+		"exited meanwhile":        {told: map[string]runtimeapi.ContainerEventType{"c": started}, now: in(ContainerExited, true), want: []wantedEvent{{stopped, "c", true}}},
+		"nothing happened":        {told: map[string]runtimeapi.ContainerEventType{"c": started}, now: in(ContainerRunning, true)},
+		"created, ran and exited": {now: in(ContainerExited, true), want: []wantedEvent{{created, "c", true}, {started, "c", true}, {stopped, "c", true}}},
+		"exited without a start":  {told: map[string]runtimeapi.ContainerEventType{"c": created}, now: in(ContainerExited, false), want: []wantedEvent{{stopped, "c", true}}},
+		"its start was reverted":  {told: map[string]runtimeapi.ContainerEventType{"c": started}, now: in(ContainerCreated, false)},
+		"removed":                 {told: map[string]runtimeapi.ContainerEventType{"c": stopped}, want: []wantedEvent{{deleted, "c", true}}},
+		"exited and removed":      {told: map[string]runtimeapi.ContainerEventType{"c": started}, want: []wantedEvent{{stopped, "c", true}, {deleted, "c", true}}},
+		"removed with its pod": {
+			told: map[string]runtimeapi.ContainerEventType{"c": stopped, "q": stopped},
+			want: []wantedEvent{{deleted, "c", true}, {deleted, "q", false}},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			events := NewEvents(func(id string) *Pod { return map[string]*Pod{"p": pod}[id] }, func(string) []*Container { return nil })
+			told := map[string]ToldEvent{"p": {started, "p"}}
+			for id, kind := range test.told {
+				told[id] = ToldEvent{kind, map[string]string{"c": "p", "q": "q"}[id]}
+			}
+			events.Continue(told)
+			events.PodChanged(nil, pod)
+			if test.now != nil {
+				events.ContainerChanged(nil, test.now)
+			}
+			events.Recovered(func(id string) bool { return id == "p" || id == "c" && test.now != nil })
+			wantEvents(t, events, pod, test.want)
+		})
+	}
 }
 
 func TestMountsShowImageIDs(t *testing.T) {

@@ -133,7 +133,8 @@ type parts struct {
 	images   *pull.Puller
 	network  *cni.Network
 	tracing  server.Tracing
-	plugins  *nri.Plugins // nil: NRI is off
+	plugins  *nri.Plugins     // nil: NRI is off
+	events   *server.EventLog // nil: offline
 	pods     *sandbox.Manager
 	sessions *streaming.Server
 }
@@ -155,7 +156,8 @@ func (a *assembly) openParts(ctx context.Context, n *node.Node, budget memory.Bu
 	if p.plugins, err = newPlugins(a.cfg, a.waits, a.log); err != nil {
 		return p, err
 	}
-	if p.pods, err = a.openPods(ctx, n, p.images, p.network, p.plugins); err != nil {
+	p.events = server.OpenEventLog(dirs(a.cfg).Events(), a.log)
+	if p.pods, err = a.openPods(ctx, n, p); err != nil {
 		return p, err
 	}
 	p.sessions, err = a.openSessions(p.pods)
@@ -171,7 +173,7 @@ func (a *assembly) newServer(n *node.Node, p parts, settings func() any) *server
 	cfg.UserNamespaces, cfg.PulledSeccomp, cfg.CgroupMounts = facts.UserNamespaces, facts.Seccomp, facts.NSDelegate
 	cfg.Changing = trimmer.Changing
 	cfg.Observer = a.metrics
-	cfg.Names = a.names.Of
+	cfg.Names, cfg.Events = a.names.Of, p.events
 	return server.New(cfg, p.pods, images{p.images.Store(), p.images}, a.log)
 }
 
@@ -314,18 +316,20 @@ func (a *assembly) retireOwnNetwork() (ran func(plugin, verb string, took time.D
 }
 
 // openPods restores all pods and containers, and then deletes layers that no container needs.
-func (a *assembly) openPods(ctx context.Context, n *node.Node, puller *pull.Puller,
-	network *cni.Network, plugins *nri.Plugins) (*sandbox.Manager, error) {
-	cfg := sandboxConfig(a.cfg, n, a.waits, a.log)
+func (a *assembly) openPods(ctx context.Context, n *node.Node, p parts) (*sandbox.Manager, error) {
+	cfg, puller := sandboxConfig(a.cfg, n, a.waits, a.log), p.images
 	cfg.Names = a.names
+	if p.events != nil {
+		cfg.Told = p.events.Told()
+	}
 	cfg.Observer, cfg.Unpacker, cfg.LayersLost = a.metrics, a.unpacker, puller.Store().Lazy().Lost()
-	if plugins != nil { // if the pointer is nil, the interface must be nil, too
-		cfg.Plugins = plugins
+	if p.plugins != nil { // if the pointer is nil, the interface must be nil, too
+		cfg.Plugins = p.plugins
 	}
 	cfg.Defaults.Seccomp.Pulled = puller.Profiles().Get
 	cfg.PullPause = func(ctx context.Context, ref string) (*image.Image, error) { return puller.Pull(ctx, ref, nil) }
 	images := puller.Store()
-	pods, err := sandbox.Open(ctx, cfg, images, network)
+	pods, err := sandbox.Open(ctx, cfg, images, p.network)
 	if err != nil {
 		return nil, err
 	}

@@ -25,6 +25,7 @@ import (
 	"berth/internal/cleanup"
 	"berth/internal/task"
 	"berth/sandbox"
+	"berth/sandbox/state"
 	"berth/server"
 )
 
@@ -97,10 +98,12 @@ func TestSystemdIsNotifiedOfStartAndStop(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
+	events := server.OpenEventLog(t.TempDir(), discardLog)
 	go func() {
 		a := newAssembly(config.Default(), discardLog)
 		a.waits = new(task.Waits)
-		done <- a.announce(ctx, listener, server.New(server.Config{Version: "1.2.3"}, nil, nil, discardLog))
+		cfg := server.Config{Version: "1.2.3", Events: events}
+		done <- a.announce(ctx, listener, server.New(cfg, noPods{}, nil, discardLog))
 	}()
 	if got := receive(t, systemd); got != "READY=1" {
 		t.Errorf("first message %q", got)
@@ -276,3 +279,8 @@ func TestExampleNetworkIsValid(t *testing.T) {
 		t.Errorf("%+v", list)
 	}
 }
+
+// noPods is a sandbox manager without pods, for requests that do not need it.
+type noPods struct{ server.Sandboxes }
+
+func (noPods) Events() *state.Queue[state.Event] { return state.NewQueue[state.Event]() }

@@ -38,7 +38,7 @@ func Offline(
 	if err != nil {
 		return err
 	}
-	pods, err := a.openPods(ctx, n, images, network, nil)
+	pods, err := a.openPods(ctx, n, parts{images: images, network: network})
 	if err != nil {
 		return err
 	}

@@ -1,0 +1,247 @@
+package integration
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+	"berth/internal/testutil"
+)
+
+// prober calls the daemon a hundred times a second, without waiting for earlier answers.
+type prober struct {
+	client    runtimeapi.RuntimeServiceClient
+	container string
+
+	mu sync.Mutex
+	// +checklocks:mu
+	answers []time.Time
+	// +checklocks:mu
+	cut int // calls that a restart has cut
+	// +checklocks:mu
+	refused int // of these, calls that could not connect
+	// +checklocks:mu
+	failed []error // other errors
+}
+
+const probePause = 10 * time.Millisecond
+
+// run probes until ctx ends, and returns when all calls have ended.
+func (p *prober) run(ctx context.Context) {
+	ticks := time.NewTicker(probePause)
+	defer ticks.Stop()
+	var calls sync.WaitGroup
+	defer calls.Wait()
+	for n := 0; ; n++ {
+		select {
+		case <-ctx.Done():
+			return
+		case <-ticks.C:
+			calls.Go(func() { p.probe(context.WithoutCancel(ctx), n) })
+		}
+	}
+}
+
+// probe makes one call, and repeats it if a restart has cut it.
+func (p *prober) probe(ctx context.Context, n int) {
+	for {
+		var err error
+		switch n % 10 {
+		case 0:
+			_, err = p.client.ExecSync(ctx, &runtimeapi.ExecSyncRequest{ContainerId: p.container, Cmd: []string{"true"}, Timeout: 60})
+		case 1, 2, 3:
+			_, err = p.client.ListPodSandbox(ctx, &runtimeapi.ListPodSandboxRequest{})
+		default:
+			_, err = p.client.Status(ctx, &runtimeapi.StatusRequest{})
+		}
+		if !p.note(err) {
+			return
+		}
+	}
+}
+
+// note records the result of a call. It reports whether the client repeats it.
+func (p *prober) note(err error) (repeat bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch {
+	case err == nil:
+		p.answers = append(p.answers, time.Now())
+	case harness.CodeOf(err) == codes.Unavailable:
+		p.cut++
+		if strings.Contains(err.Error(), "dial") {
+			p.refused++
+		}
+		return true
+	default:
+		p.failed = append(p.failed, err)
+	}
+	return false
+}
+
+// gap returns the longest time without an answer between two times.
+func (p *prober) gap(from, to time.Time) (longest time.Duration) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	last := from
+	for _, at := range p.answers {
+		if at.After(from) && at.Before(to) {
+			longest = max(longest, at.Sub(last))
+			last = at
+		}
+	}
+	return longest
+}
+
+// podChurn starts and stops pods until ctx ends.
+type podChurn struct {
+	done   atomic.Int32 // number of pods
+	failed chan error
+}
+
+const churnWorkers = 2
+
+func startAndStopPods(ctx context.Context, t *testing.T, d *harness.Daemon) (c *podChurn, wait func()) {
+	c = &podChurn{failed: make(chan error, churnWorkers)}
+	client := harness.RawRuntime(t, d)
+	for range churnWorkers {
+		go func() {
+			var err error
+			for ctx.Err() == nil && err == nil {
+				err = c.one(context.WithoutCancel(ctx), client, d.PodConfig(t, harness.HostNetwork))
+			}
+			c.failed <- err
+		}()
+	}
+	return c, func() {
+		for range churnWorkers {
+			harness.Must(t, <-c.failed)
+		}
+	}
+}
+
+func (c *podChurn) one(ctx context.Context, client runtimeapi.RuntimeServiceClient, config *runtimeapi.PodSandboxConfig) error {
+	var id string
+	for _, call := range []func() error{
+		func() error {
+			pod, err := client.RunPodSandbox(ctx, &runtimeapi.RunPodSandboxRequest{Config: config})
+			id = pod.GetPodSandboxId()
+			return err
+		},
+		func() error {
+			_, err := client.StopPodSandbox(ctx, &runtimeapi.StopPodSandboxRequest{PodSandboxId: id})
+			return err
+		},
+		func() error {
+			_, err := client.RemovePodSandbox(ctx, &runtimeapi.RemovePodSandboxRequest{PodSandboxId: id})
+			return err
+		},
+	} {
+		if err := retryCut(call); err != nil {
+			return err
+		}
+	}
+	c.done.Add(1)
+	return nil
+}
+
+// While systemd holds the socket and the daemon is replaced again and again, no client is refused,
+// and a client that repeats calls in flight sees no error.
+func TestUpgradesUnderLoad(t *testing.T) {
+	pods, upgrades := 20, 3
+	if testutil.AllTests() {
+		pods, upgrades = 500, 50
+	}
+	d := harness.StartDaemon(t, harness.WithHeldSocket)
+	var all []*harness.Pod
+	for range pods {
+		all = append(all, d.RunPod(t, harness.HostNetwork))
+	}
+	target := all[0].Run(t)
+	p := &prober{client: harness.RawRuntime(t, d), container: target.Id}
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var probing sync.WaitGroup
+	probing.Go(func() { p.run(ctx) })
+	churn, wait := startAndStopPods(ctx, t, d)
+	began := time.Now()
+	var gaps, stops, starts []time.Duration
+	for n := range upgrades {
+		harness.Eventually(t, "pods were started and stopped", func() error {
+			if done := churn.done.Load(); int(done) < 4*n {
+				return fmt.Errorf("%d", done)
+			}
+			return nil
+		})
+		d.Disconnect(t)
+		from := time.Now()
+		d.Signal(t, syscall.SIGTERM)
+		stopped := time.Now()
+		d.Start(t)
+		serves := time.Now()
+		harness.Eventually(t, "probes are answered", func() error {
+			if p.gap(serves, time.Now()) == 0 {
+				return fmt.Errorf("no answer")
+			}
+			return nil
+		})
+		stops, starts = append(stops, stopped.Sub(from)), append(starts, serves.Sub(stopped))
+		gaps = append(gaps, p.gap(from, time.Now()))
+	}
+	rate := float64(churn.done.Load()) / time.Since(began).Seconds()
+	cancel()
+	wait()
+	probing.Wait()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	t.Logf("%d pods, %d upgrades, %.1f pods a second started and stopped: %d answers, %d calls cut; gap: %s; stop: %s; start: %s",
+		pods, upgrades, rate, len(p.answers), p.cut, spread(gaps), spread(stops), spread(starts))
+	harness.Equal(t, "number of refused connections", p.refused, 0)
+	if len(p.failed) > 0 {
+		t.Errorf("%d calls failed, the first with: %v", len(p.failed), p.failed[0])
+	}
+	for _, pod := range all {
+		pod.Remove(t)
+	}
+}
+
+// spread describes durations by their median and maximum.
+func spread(all []time.Duration) string {
+	slices.Sort(all)
+	return fmt.Sprintf("median %s, longest %s", all[len(all)/2].Round(time.Millisecond), all[len(all)-1].Round(time.Millisecond))
+}
+
+// A stop of a container that is in flight does not delay the daemon's end. The repeated call stops
+// the container.
+func TestStopInFlightIsCutByUpgrade(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithHeldSocket)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t, harness.Script("trap 'echo asked' TERM; echo ready; while :; do sleep 0.1; done"))
+	c.WaitOutput(t, "ready")
+	client := harness.RawRuntime(t, d)
+	stopped := make(chan error, 1)
+	go func() {
+		_, err := client.StopContainer(context.WithoutCancel(t.Context()),
+			&runtimeapi.StopContainerRequest{ContainerId: c.Id, Timeout: 3600})
+		stopped <- err
+	}()
+	c.WaitOutput(t, "asked")
+	d.Disconnect(t)
+	d.Signal(t, syscall.SIGTERM)
+	harness.WantCode(t, <-stopped, codes.Unavailable)
+	d.Start(t)
+	harness.Equal(t, "state after the upgrade", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+	_, err := client.StopContainer(t.Context(), &runtimeapi.StopContainerRequest{ContainerId: c.Id})
+	harness.Must(t, err)
+	harness.Equal(t, "state after the repeated call", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
+}
