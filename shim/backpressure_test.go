@@ -18,6 +18,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
 	"berth/shim/proto"
+	"berth/shim/running"
 )
 
 // fullQueues is the monitor's FULL_QUEUES. Below it a client does not block the container.
@@ -53,7 +54,7 @@ func (c *container) untilBlocked() (output string) {
 // rest reads what a client has not read yet, to the end.
 func (c *client) rest() (string, error) {
 	var out testutil.Buffer
-	err := c.output(AttachIO{Stdout: &out, Stderr: &out})
+	err := c.output(running.AttachIO{Stdout: &out, Stderr: &out})
 	return out.String(), err
 }
 
@@ -85,7 +86,7 @@ func TestPausedClientGetsEveryByte(t *testing.T) {
 			})
 			e.until("it is ready", func() bool { return c.log() != "" })
 			paused := c.attachUnread()
-			feed := c.attach(func(s *AttachIO) { s.Stdout, s.Stderr = nil, nil })
+			feed := c.attach(func(s *running.AttachIO) { s.Stdout, s.Stderr = nil, nil })
 			feed.send("go\n")
 			if n := len(c.untilBlocked()); n > fullQueues+1<<20 { // and what fits into the socket
 				t.Errorf("the container could write %d bytes before the client read any", n)
@@ -125,7 +126,7 @@ func TestStalledClientsAreDropped(t *testing.T) {
 	for range clients {
 		stuck = append(stuck, c.attachUnread())
 	}
-	live := c.attach(func(s *AttachIO) { s.Stdout = nil })
+	live := c.attach(func(s *running.AttachIO) { s.Stdout = nil })
 	live.send("go\n")
 	e.until("all is said", func() bool { return live.stderr.String() == "end\n" })
 	want, total := counted("\n"), 0
@@ -161,7 +162,7 @@ func TestExitWithBlockedClient(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("killed", "read x; exec yes "+strings.Repeat("y", 99), func(r *proto.Launch) { r.Stdin = true })
 	slow := c.attachUnread()
-	feed := c.attach(func(s *AttachIO) { s.Stdout, s.Stderr = nil, nil })
+	feed := c.attach(func(s *running.AttachIO) { s.Stdout, s.Stderr = nil, nil })
 	feed.send("go\n")
 	c.untilBlocked()
 	if err := unix.PidfdSendSignal(int(c.Init.Fd()), unix.SIGKILL, nil, 0); err != nil {
@@ -187,12 +188,12 @@ func TestPausedClientWhoseInputHasEnded(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("answer", "read x; "+count, func(r *proto.Launch) { r.Stdin = true })
 	paused := c.attachUnread()
-	feed := c.attach(func(s *AttachIO) { s.Stdout, s.Stderr = nil, nil })
+	feed := c.attach(func(s *running.AttachIO) { s.Stdout, s.Stderr = nil, nil })
 	feed.send("go\n")
 	c.untilBlocked()
 	paused.endSoon(time.Nanosecond)
 	var out testutil.Buffer
-	if err := paused.output(AttachIO{Stdout: &out, StdinGrace: patience}); err != nil {
+	if err := paused.output(running.AttachIO{Stdout: &out, StdinGrace: patience}); err != nil {
 		t.Error(err)
 	}
 	if want := counted("\n"); out.String() != want {
@@ -242,7 +243,7 @@ func TestEndOfConnection(t *testing.T) {
 			served := make(chan error, 1)
 			go func() { served <- serveAttach(listener, test.answer, test.sent) }()
 			var out testutil.Buffer
-			err = OpenMonitor(dir).Attach(t.Context(), AttachIO{Stdout: &out})
+			err = attachTo(t.Context(), OpenMonitor(dir), running.AttachIO{Stdout: &out})
 			if errdefs.Code(err) != test.want {
 				t.Errorf("Attach = %v, want %v", err, test.want)
 			}

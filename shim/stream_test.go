@@ -15,6 +15,7 @@ import (
 
 	"berth/internal/pidfd"
 	"berth/shim/proto"
+	"berth/shim/running"
 )
 
 // A Kill that arrives when its exec has ended must not hit the next one on the
@@ -230,7 +231,7 @@ func (c *container) monitorMemory() int {
 func TestMonitorsTerminalIsCloseOnExec(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("peer", "read x", func(r *proto.Launch) { r.Stdin, r.Terminal, r.Spec.Process.Terminal = true, true, true })
-	a := c.attach(func(s *AttachIO) { s.Stderr = nil })
+	a := c.attach(func(s *running.AttachIO) { s.Stderr = nil })
 	if err := OpenMonitor(c.Dir).Resize(e.ctx, 80, 24); err != nil { // the monitor is up when it answers
 		t.Fatal(err)
 	}
