@@ -1,8 +1,10 @@
 package shim
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -10,7 +12,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
@@ -52,9 +53,9 @@ func (c *container) untilBlocked() (output string) {
 }
 
 // rest reads what a client has not read yet, to the end.
-func (c *client) rest() (string, error) {
+func rest(c *running.Attached) (string, error) {
 	var out testutil.Buffer
-	err := c.output(running.AttachIO{Stdout: &out, Stderr: &out})
+	err := c.Copy(context.Background(), running.AttachIO{Stdout: &out, Stderr: &out})
 	return out.String(), err
 }
 
@@ -91,7 +92,7 @@ func TestPausedClientGetsEveryByte(t *testing.T) {
 			if n := len(c.untilBlocked()); n > fullQueues+1<<20 { // and what fits into the socket
 				t.Errorf("the container could write %d bytes before the client read any", n)
 			}
-			got, err := paused.rest()
+			got, err := rest(paused)
 			if err != nil {
 				t.Error(err)
 			}
@@ -122,7 +123,7 @@ func TestStalledClientsAreDropped(t *testing.T) {
 	}
 	idle := c.monitorMemory()
 	const clients = 20
-	var stuck []*client
+	var stuck []*running.Attached
 	for range clients {
 		stuck = append(stuck, c.attachUnread())
 	}
@@ -131,7 +132,7 @@ func TestStalledClientsAreDropped(t *testing.T) {
 	e.until("all is said", func() bool { return live.stderr.String() == "end\n" })
 	want, total := counted("\n"), 0
 	for _, d := range stuck {
-		got, err := d.rest()
+		got, err := rest(d)
 		if errdefs.Code(err) != codes.Aborted || !strings.Contains(err.Error(), "ten minutes") {
 			t.Errorf("a stuck client's end: %v", err)
 		}
@@ -174,7 +175,7 @@ func TestExitWithBlockedClient(t *testing.T) {
 	if err := feed.wait(); err != nil {
 		t.Error(err)
 	}
-	got, err := slow.rest()
+	got, err := rest(slow)
 	if err != nil {
 		t.Error(err)
 	}
@@ -191,9 +192,9 @@ func TestPausedClientWhoseInputHasEnded(t *testing.T) {
 	feed := c.attach(func(s *running.AttachIO) { s.Stdout, s.Stderr = nil, nil })
 	feed.send("go\n")
 	c.untilBlocked()
-	paused.endSoon(time.Nanosecond)
 	var out testutil.Buffer
-	if err := paused.output(running.AttachIO{Stdout: &out, StdinGrace: patience}); err != nil {
+	ended := io.NopCloser(strings.NewReader(""))
+	if err := paused.Copy(t.Context(), running.AttachIO{Stdin: ended, Stdout: &out, StdinGrace: patience}); err != nil {
 		t.Error(err)
 	}
 	if want := counted("\n"); out.String() != want {
@@ -212,7 +213,7 @@ func TestEvictedClientIsTold(t *testing.T) {
 	for range 64 { // MAX_CLIENTS
 		c.attachUnread()
 	}
-	if _, err := first.rest(); errdefs.Code(err) != codes.Aborted || !strings.Contains(err.Error(), "too many clients") {
+	if _, err := rest(first); errdefs.Code(err) != codes.Aborted || !strings.Contains(err.Error(), "too many clients") {
 		t.Errorf("the end of the oldest: %v", err)
 	}
 }

@@ -412,17 +412,17 @@ func TestBadRequests(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := conn.conn.Write(data); err != nil {
+		if _, err := conn.Write(data); err != nil {
 			t.Fatal(err)
 		}
-		if err := conn.conn.CloseWrite(); err != nil {
+		if err := conn.CloseWrite(); err != nil {
 			t.Fatal(err)
 		}
-		reply, err := io.ReadAll(conn.conn)
+		reply, err := io.ReadAll(conn)
 		if f, _, _ := proto.NextFrame(reply); len(reply) > 0 && f.Type != proto.FrameError || err != nil {
 			t.Errorf("the answer to %q: %q, %v", data, reply, err)
 		}
-		conn.conn.Close()
+		conn.Close()
 	}
 	if err := OpenMonitor(c.Dir).CloseStdin(e.ctx); err != nil {
 		t.Fatal(err)

@@ -1,0 +1,267 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"os/signal"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"k8s.io/klog/v2"
+
+	"berth/internal/failpoint"
+	"berth/server/sessions/certs"
+	"berth/server/sessions/wire"
+	"berth/server/streaming"
+	"berth/shim/proto"
+)
+
+// ListenerFD is the descriptor of the unix socket that the process inherits.
+const ListenerFD = 3
+
+// Main runs the program until it has nothing to do. It returns the exit code.
+func Main(stderr io.Writer) int {
+	// The process must survive a log without a reader.
+	signal.Notify(make(chan os.Signal, 1), unix.SIGPIPE)
+	klog.SetLogger(klog.Logger{}) // the libraries report each connection that fails
+	if err := run(context.Background(), stderr); err != nil {
+		fmt.Fprintln(stderr, "berth-stream:", err)
+		return 1
+	}
+	return 0
+}
+
+func run(ctx context.Context, stderr io.Writer) error {
+	file := os.NewFile(ListenerFD, "socket of the daemon")
+	listener, err := net.FileListener(file)
+	if err := errors.Join(err, file.Close()); err != nil {
+		return fmt.Errorf("berth starts berth-stream; it does not work by hand: %w", err)
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	p := &program{link: newLink(), ctx: ctx, stderr: stderr, failed: make(chan error, 1)}
+	p.owned.Go(func() { p.accept(listener) })
+	err = p.awaitEnd()
+	cancel()
+	err = errors.Join(err, listener.Close())
+	p.owned.Wait()
+	return err
+}
+
+// program has the process's state.
+type program struct {
+	*link
+	ctx    context.Context
+	stderr io.Writer
+	owned  sync.WaitGroup
+	failed chan error // capacity 1: the server cannot work
+
+	mu sync.Mutex // taken for the fields below only
+	// +checklocks:mu
+	settings wire.Settings
+	// +checklocks:mu
+	server *streaming.Server // nil before the first daemon's Hello
+	// +checklocks:mu
+	retired bool
+}
+
+// endPeriod is the time between two checks whether the process has something to do.
+const endPeriod = time.Second
+
+// awaitEnd returns when the process has had nothing to do in two checks.
+func (p *program) awaitEnd() error {
+	check := time.NewTicker(endPeriod)
+	defer check.Stop()
+	for idle := 0; idle < 2; {
+		select {
+		case err := <-p.failed:
+			return err
+		case <-check.C:
+		}
+		if p.isIdle() {
+			idle++
+		} else {
+			idle = 0
+		}
+	}
+	return nil
+}
+
+func (p *program) isIdle() bool {
+	daemon, _, lost := p.link.state()
+	server, retired := p.current()
+	alone := daemon == nil && time.Since(lost) > daemonTimeout
+	switch {
+	case server == nil:
+		return alone
+	case alone && !retired:
+		if f, _, err := p.retire(); err == nil {
+			_ = f.Close() // another process may listen
+		}
+	}
+	return (daemon == nil || retired) && server.Idle()
+}
+
+func (p *program) current() (server *streaming.Server, retired bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.server, p.retired
+}
+
+// accept serves daemons, one after the other.
+func (p *program) accept(listener net.Listener) {
+	for {
+		c, err := listener.Accept()
+		if err != nil {
+			return // closed at the end
+		}
+		f, err := c.(*net.UnixConn).File()
+		err = errors.Join(err, c.Close())
+		var conn *proto.Conn
+		if err == nil {
+			conn, err = proto.NewConn(f)
+		}
+		if err != nil {
+			fmt.Fprintln(p.stderr, "berth-stream: accept a daemon:", err)
+			continue
+		}
+		p.owned.Go(func() {
+			defer context.AfterFunc(p.ctx, func() { _ = conn.Interrupt() })()
+			if err := p.serveDaemon(conn); err != nil && p.ctx.Err() == nil {
+				fmt.Fprintln(p.stderr, "berth-stream: serve the daemon:", err)
+			}
+		})
+	}
+}
+
+// serveDaemon serves a daemon until its end.
+func (p *program) serveDaemon(conn *proto.Conn) error {
+	defer conn.Close()
+	var hello wire.Hello
+	files, err := conn.Receive(&hello)
+	if err != nil {
+		return err
+	}
+	if err := p.start(hello, files); err != nil {
+		p.fail(err)
+		return conn.Send(wire.Welcome{Error: err.Error()})
+	}
+	_, retired := p.current()
+	defer p.drop(conn)
+	if err := p.welcome(conn, wire.Welcome{Settings: p.knownSettings(), Retired: retired}); err != nil {
+		return err
+	}
+	for {
+		request, reply, err := wire.Receive(conn)
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(p.answer(request, reply), reply.Close()); err != nil {
+			return err
+		}
+	}
+}
+
+func (p *program) knownSettings() wire.Settings {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.settings
+}
+
+// answer answers a request of the daemon.
+func (p *program) answer(r wire.Request, reply *proto.Conn) error {
+	server, _ := p.current()
+	switch {
+	case r.Offer != nil:
+		address, err := server.Offer(*r.Offer)
+		return reply.Send(wire.Answer{URL: address, Error: wire.ErrorOf(err)})
+	case r.Retire:
+		failpoint.Reach("stream.retire")
+		listener, tokens, err := p.retire()
+		if err != nil {
+			return reply.Send(wire.Answer{Error: wire.ErrorOf(err)})
+		}
+		failpoint.Reach("stream.retired")
+		return errors.Join(reply.Send(wire.Answer{Tokens: tokens}, listener), listener.Close())
+	}
+	return nil // of a later version: the end of the reply refuses it
+}
+
+// retire gives up the listener and the tokens.
+func (p *program) retire() (listener *os.File, tokens []wire.Token, err error) {
+	server, _ := p.current()
+	listener, tokens, err = server.HandOver()
+	if err != nil {
+		return nil, nil, err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.retired = true
+	return listener, tokens, nil
+}
+
+// fail ends the process.
+func (p *program) fail(err error) {
+	select {
+	case p.failed <- err:
+	default: // it ends already
+	}
+}
+
+// start starts the server with the first daemon's settings.
+func (p *program) start(hello wire.Hello, files []*os.File) error {
+	if server, _ := p.current(); server != nil {
+		return wire.CloseAll(files)
+	}
+	log, err := newLogger(hello.Settings, p.stderr)
+	if err != nil {
+		return errors.Join(err, wire.CloseAll(files))
+	}
+	spawn := func(f func()) bool { p.owned.Go(f); return true }
+	cfg := streaming.Config{Address: hello.Settings.Address, IdleTimeout: hello.Settings.IdleTimeout, Log: log,
+		Tokens: hello.Tokens}
+	if len(files) > 0 {
+		cfg.Listener, err = net.FileListener(files[0])
+	}
+	if err := errors.Join(err, wire.CloseAll(files)); err != nil {
+		return err
+	}
+	if cfg.TLS, err = certs.Load(hello.Settings.TLS, log); err != nil {
+		return err
+	}
+	server, err := streaming.Listen(cfg, runtime{p.link, spawn, log})
+	if err != nil {
+		return err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.settings, p.server = hello.Settings, server
+	p.owned.Go(func() {
+		if err := server.Serve(p.ctx); err != nil && p.ctx.Err() == nil {
+			p.fail(err)
+		}
+	})
+	return nil
+}
+
+// newLogger returns a logger in the daemon's format.
+func newLogger(s wire.Settings, w io.Writer) (*slog.Logger, error) {
+	var level slog.Level
+	if err := level.UnmarshalText([]byte(s.LogLevel)); err != nil {
+		return nil, fmt.Errorf("log level: %w", err)
+	}
+	options := slog.HandlerOptions{Level: level}
+	if s.LogFormat == "json" {
+		return slog.New(slog.NewJSONHandler(w, &options)), nil
+	}
+	return slog.New(slog.NewTextHandler(w, &options)), nil
+}
