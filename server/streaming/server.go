@@ -35,6 +35,7 @@ import (
 	"net/url"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"berth/internal/coded"
@@ -82,6 +83,7 @@ type Server struct {
 	hangups        *hangups
 	streamsTimeout time.Duration // the constant, shorter in tests
 	limits         endLimits     // of ending sessions
+	handling       atomic.Int32  // requests
 
 	mu sync.Mutex
 	// +checklocks:mu
@@ -90,7 +92,7 @@ type Server struct {
 	lingering list.List // of *session that wait for their clients' end, oldest first
 	// +checklocks:mu
 	closed  bool
-	running sync.WaitGroup // handlers; grows under mu, until closed
+	running sync.WaitGroup // handlers of sessions; grows under mu, until closed
 }
 
 // Listen opens the port and returns a server. The caller must call Serve.
@@ -199,6 +201,8 @@ func closing(h http.Handler) http.Handler {
 
 // serve handles one connection, which is the session of its token.
 func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
+	s.handling.Add(1)
+	defer s.handling.Add(-1)
 	x, ok := s.tokens.take(r.PathValue("kind"), r.PathValue("token"))
 	if !ok {
 		http.NotFound(w, r)
@@ -243,8 +247,5 @@ func (s *Server) HandOver() (listener *os.File, unused []wire.Token, err error) 
 
 // Idle reports whether the server has no session and no unused URL.
 func (s *Server) Idle() bool {
-	s.mu.Lock()
-	sessions := len(s.sessions)
-	s.mu.Unlock()
-	return sessions == 0 && !s.gate.open()
+	return !s.gate.open() && s.handling.Load() == 0
 }

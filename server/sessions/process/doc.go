@@ -8,7 +8,7 @@
 // process has the connection to the exec's launcher, to the container's monitor or to the pod's
 // port.
 //
-// The process ends when it has no daemon, no session and no unused URL. A process that has given
-// its listener to a newer one, or that has no daemon for 30 s, offers no URLs. It ends with its
-// last session.
+// The process ends when it has no session and no unused URL: at once without a daemon, otherwise
+// after 10 s. A process that has given its listener to a newer one, or that has no daemon for 30 s,
+// offers no URLs. It ends with its last session.
 package process

@@ -69,43 +69,64 @@ type program struct {
 	server *streaming.Server // nil before the first daemon's Hello
 	// +checklocks:mu
 	retired bool
+
+	offering sync.Mutex // held while a URL is made, so that none is made at the end
+	// +checklocks:offering
+	ended bool
 }
 
-// endPeriod is the time between two checks whether the process has something to do.
-const endPeriod = time.Second
+const (
+	// endPeriod is the time between two checks whether the process has something to do.
+	endPeriod = time.Second
+	// idleTime is how long the process stays without a session. The next one may follow soon.
+	idleTime = 10 * time.Second
+)
 
-// awaitEnd returns when the process has had nothing to do in two checks.
+// awaitEnd returns when the process has had nothing to do for a while.
 func (p *program) awaitEnd() error {
 	check := time.NewTicker(endPeriod)
 	defer check.Stop()
-	for idle := 0; idle < 2; {
+	for busy := time.Now(); ; {
 		select {
 		case err := <-p.failed:
 			return err
-		case <-check.C:
-		}
-		if p.isIdle() {
-			idle++
-		} else {
-			idle = 0
+		case now := <-check.C:
+			idle, patience := p.isIdle()
+			if !idle {
+				busy = now
+			} else if now.Sub(busy) >= patience && p.end() {
+				return nil
+			}
 		}
 	}
-	return nil
 }
 
-func (p *program) isIdle() bool {
+// end ends the offers, unless a client may begin a session.
+func (p *program) end() bool {
+	server, _ := p.current()
+	p.offering.Lock()
+	defer p.offering.Unlock()
+	p.ended = server == nil || server.Idle()
+	return p.ended
+}
+
+// isIdle reports whether the process has nothing to do, and how long it waits for more.
+func (p *program) isIdle() (idle bool, patience time.Duration) {
 	daemon, _, lost := p.link.state()
 	server, retired := p.current()
 	alone := daemon == nil && time.Since(lost) > daemonTimeout
 	switch {
 	case server == nil:
-		return alone
+		return alone, 0
 	case alone && !retired:
 		if f, _, err := p.retire(); err == nil {
 			_ = f.Close() // another process may listen
 		}
 	}
-	return (daemon == nil || retired) && server.Idle()
+	if daemon == nil || retired {
+		return server.Idle(), 0
+	}
+	return server.Idle(), idleTime
 }
 
 func (p *program) current() (server *streaming.Server, retired bool) {
@@ -182,8 +203,7 @@ func (p *program) answer(r wire.Request, reply *proto.Conn) error {
 	server, _ := p.current()
 	switch {
 	case r.Offer != nil:
-		address, err := server.Offer(*r.Offer)
-		return reply.Send(wire.Answer{URL: address, Error: wire.ErrorOf(err)})
+		return p.offer(server, *r.Offer, reply)
 	case r.Retire:
 		failpoint.Reach("stream.retire")
 		listener, tokens, err := p.retire()
@@ -194,6 +214,17 @@ func (p *program) answer(r wire.Request, reply *proto.Conn) error {
 		return errors.Join(reply.Send(wire.Answer{Tokens: tokens}, listener), listener.Close())
 	}
 	return nil // of a later version: the end of the reply refuses it
+}
+
+// offer answers with the URL of a session. Without an answer the daemon asks another process.
+func (p *program) offer(server *streaming.Server, s wire.Session, reply *proto.Conn) error {
+	p.offering.Lock()
+	defer p.offering.Unlock()
+	if p.ended {
+		return nil
+	}
+	address, err := server.Offer(s)
+	return reply.Send(wire.Answer{URL: address, Error: wire.ErrorOf(err)})
 }
 
 // retire gives up the listener and the tokens.
