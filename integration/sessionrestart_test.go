@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -161,8 +162,8 @@ var replacements = []struct {
 	{"stopped", func(t *testing.T, d *harness.Daemon) { d.Restart(t) }},
 	{"killed", func(t *testing.T, d *harness.Daemon) { d.Kill(t); d.Start(t) }},
 	{"upgraded", func(t *testing.T, d *harness.Daemon) {
-		bin := t.TempDir()
-		if out, err := exec.Command("cp", "-r", harness.BinDir+"/.", bin).CombinedOutput(); err != nil {
+		bin := filepath.Join(d.Dir, "newer")
+		if out, err := exec.Command("cp", "-r", harness.BinDir, bin).CombinedOutput(); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
 		d.Stop(t)
