@@ -18,6 +18,7 @@ import (
 	"k8s.io/client-go/tools/remotecommand"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/integration/bench/subject"
 	"berth/integration/harness"
 	"berth/integration/machine"
 	"berth/integration/sessions"
@@ -162,15 +163,19 @@ var replacements = []struct {
 }{
 	{"stopped", func(t *testing.T, d *harness.Daemon) { d.Restart(t) }},
 	{"killed", func(t *testing.T, d *harness.Daemon) { d.Kill(t); d.Start(t) }},
-	{"upgraded", func(t *testing.T, d *harness.Daemon) {
-		bin := filepath.Join(d.Dir, "newer")
-		if out, err := exec.Command("cp", "-r", harness.BinDir, bin).CombinedOutput(); err != nil {
-			t.Fatalf("%v: %s", err, out)
-		}
-		d.Stop(t)
-		d.UseVersion(t, bin, d.Extra...)
-		d.Start(t)
-	}},
+	{"upgraded", func(t *testing.T, d *harness.Daemon) { d.Stop(t); d.UseVersion(t, ""); d.Start(t) }},
+}
+
+// useOther makes the daemon use programs that berth takes for another version.
+func useOther(t *testing.T, d *harness.Daemon) {
+	t.Helper()
+	bin := filepath.Join(d.Dir, "older")
+	if out, err := exec.Command("cp", "-r", harness.BinDir, bin).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	d.Stop(t)
+	d.UseVersion(t, bin, d.Extra...)
+	d.Start(t)
 }
 
 // Sessions go on while the daemon is replaced: no byte is lost or doubled, and exit codes arrive. A
@@ -179,6 +184,9 @@ func TestSessionsOutliveDaemon(t *testing.T) {
 	for _, replacement := range replacements {
 		t.Run(replacement.name, func(t *testing.T) {
 			d := harness.StartDaemon(t)
+			if replacement.name == "upgraded" {
+				useOther(t, d)
+			}
 			pod := d.RunPod(t, harness.HostNetwork)
 			c := pod.Run(t)
 			forwarded := sessions.ForwardPort(t, pod, echoServer(t))
@@ -261,4 +269,48 @@ func TestProcessOfSessionsIsKilled(t *testing.T) {
 	harness.EventuallyTrue(t, "the command is killed", func() bool { return c.Exec(t, "sh", "-c", "pidof cat || echo none") == "none" })
 	next := repeatExec(t, c, sessions.Spdy)
 	next.check(t, "the next session")
+}
+
+// Sessions cost little memory: the process that has them, and what a session adds to it and to the
+// daemon.
+func TestMemoryOfSessions(t *testing.T) {
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
+	used := func() (kib int) {
+		for _, pid := range machine.Processes() {
+			switch name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)); string(name) {
+			case "berth-stream\n", "berthd\n":
+				kib += int(harness.Get(subject.PSS(pid))(t)) >> 10
+			}
+		}
+		return kib
+	}
+	before := used()
+	var all []*io.PipeWriter
+	ended := make(chan error)
+	open := func(n int) int {
+		for range n {
+			in, typing := io.Pipe()
+			all = append(all, typing)
+			var out sessions.Screen
+			o := remotecommand.StreamOptions{Stdin: in, Stdout: &out}
+			address := c.ExecURL(t, o, "sh", "-c", "echo up; cat")
+			go func() {
+				_, err := sessions.Spdy.Stream(t.Context(), sessions.Plain(), address, o)
+				ended <- err
+			}()
+			out.WaitFor(t, "up")
+		}
+		return used()
+	}
+	one, many := open(1), 0
+	many = open(49)
+	t.Logf("KiB: %d without a session, %d with one, %d with 50", before, one, many)
+	if each := (many - one) / 49; each > 1<<10 {
+		t.Errorf("each session takes %d KiB", each)
+	}
+	for _, typing := range all {
+		typing.Close()
+		harness.Must(t, <-ended)
+	}
 }
