@@ -258,10 +258,8 @@ func TestProcessOfSessionsIsKilled(t *testing.T) {
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	session := repeatExec(t, c, sessions.Spdy)
 	<-session.flowing
-	for _, pid := range machine.Processes() {
-		if name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)); string(name) == "berth-stream\n" {
-			machine.KillProcess(t, pid)
-		}
+	for _, pid := range machine.ProcessesOf("berth-stream") {
+		machine.KillProcess(t, pid)
 	}
 	if err := <-session.ended; err == nil {
 		t.Error("the session of a killed process succeeded")

@@ -142,12 +142,7 @@ func (p *program) accept(listener net.Listener) {
 		if err != nil {
 			return // closed at the end
 		}
-		f, err := c.(*net.UnixConn).File()
-		err = errors.Join(err, c.Close())
-		var conn *proto.Conn
-		if err == nil {
-			conn, err = proto.NewConn(f)
-		}
+		conn, err := connectionOf(c.(*net.UnixConn))
 		if err != nil {
 			fmt.Fprintln(p.stderr, "berth-stream: accept a daemon:", err)
 			continue
@@ -159,6 +154,22 @@ func (p *program) accept(listener net.Listener) {
 			}
 		})
 	}
+}
+
+// connectionOf returns the connection of a daemon, which must be root. It takes over c.
+func connectionOf(c *net.UnixConn) (*proto.Conn, error) {
+	f, err := c.File()
+	if err := errors.Join(err, c.Close()); err != nil {
+		return nil, err
+	}
+	cred, err := unix.GetsockoptUcred(int(f.Fd()), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	if err == nil && cred.Uid != 0 {
+		err = fmt.Errorf("the client has user ID %d", cred.Uid)
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return proto.NewConn(f)
 }
 
 // serveDaemon serves a daemon until its end.
