@@ -301,8 +301,8 @@ func TestMemoryOfSessions(t *testing.T) {
 		}
 		return used()
 	}
-	one, many := open(1), 0
-	many = open(49)
+	one := open(1)
+	many := open(49)
 	t.Logf("KiB: %d without a session, %d with one, %d with 50", before, one, many)
 	if each := (many - one) / 49; each > 1<<10 {
 		t.Errorf("each session takes %d KiB", each)

@@ -1,7 +1,6 @@
 package streaming
 
 import (
-	"net/http"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -12,8 +11,6 @@ import (
 	"berth/internal/testutil"
 	"berth/server/sessions/wire"
 )
-
-func nothing(http.ResponseWriter, *http.Request) {}
 
 func TestTokenWorksOnceForItsKind(t *testing.T) {
 	t.Parallel()

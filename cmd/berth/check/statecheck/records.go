@@ -37,7 +37,8 @@ var (
 		"checkpoints",    // checkpoints in progress
 		"checkpoint.key", // signs checkpoints
 	}
-	inState  = []string{"c", "cni", "libcontainer", "nri", "oci", "pods", "lock", "identity", "run-id", "debug.sock", "sessions"}
+	inState  = []string{"c", "cni", "libcontainer", "nri", "oci", "pods", "lock", "identity", "run-id", "debug.sock",
+		"sessions"}
 	inImages = []string{"records", "signatures", "layers", "joins", "tmp", "trash", "empty-directory", "erofs", "profiles",
 		"partial", // of failed pulls: see comparePartial
 		"bans",    // of builds before 0.3.0; nothing reads them
