@@ -1,9 +1,11 @@
 package crash
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"k8s.io/client-go/tools/remotecommand"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -42,8 +44,14 @@ func attachSession(t *testing.T, w *world) error {
 	return err
 }
 
-// awaitSessionsEnd waits for the end of the process of sessions.
+// awaitSessionsEnd waits for the end of the process of sessions. It waits one minute for the client
+// of a URL that a killed daemon has made.
 func awaitSessionsEnd(t *testing.T) {
 	t.Helper()
-	harness.EventuallyTrue(t, "the process of sessions ends", func() bool { return len(machine.ProcessesOf("berth-stream")) == 0 })
+	harness.Must(t, harness.WaitUpTo(90*time.Second, func() error {
+		if len(machine.ProcessesOf("berth-stream")) > 0 {
+			return errors.New("the process of sessions runs")
+		}
+		return nil
+	}))
 }
