@@ -37,7 +37,7 @@ var (
 		"checkpoints",    // checkpoints in progress
 		"checkpoint.key", // signs checkpoints
 	}
-	inState  = []string{"c", "cni", "libcontainer", "nri", "oci", "pods", "lock", "identity", "run-id", "debug.sock",
+	inState = []string{"c", "cni", "libcontainer", "nri", "oci", "pods", "lock", "identity", "run-id", "debug.sock",
 		"sessions"}
 	inImages = []string{"records", "signatures", "layers", "joins", "tmp", "trash", "empty-directory", "erofs", "profiles",
 		"partial", // of failed pulls: see comparePartial
