@@ -31,7 +31,7 @@ func execSession(t *testing.T, w *world) error {
 	return err
 }
 
-// attachSession attaches to a container without input, until the end of the client's input.
+// attachSession attaches to a container until shortly after the end of the client's input.
 func attachSession(t *testing.T, w *world) error {
 	t.Helper()
 	r, err := w.d.Cri.Attach(t.Context(), &runtimeapi.AttachRequest{ContainerId: w.id, Stdin: true, Stdout: true})
