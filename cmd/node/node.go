@@ -38,7 +38,7 @@ func Discover(cfg *config.Config) (*Node, error) {
 	if n.Unpack, err = FindUnpack(cfg.UnpackPath); err != nil {
 		return nil, err
 	}
-	if n.Stream, err = findProgram("berth-stream", "stream.path", cfg.StreamPath); err != nil {
+	if n.Stream, err = FindStream(cfg.StreamPath); err != nil {
 		return nil, err
 	}
 	n.Verify, _ = FindVerify(cfg.SignatureVerifyPath) // the part that needs the program reports that it is missing
@@ -80,6 +80,11 @@ func FindShim(configured string) (string, error) {
 // FindUnpack is FindShim for berth-unpack.
 func FindUnpack(configured string) (string, error) {
 	return findProgram("berth-unpack", "unpack_path", configured)
+}
+
+// FindStream is FindShim for berth-stream.
+func FindStream(configured string) (string, error) {
+	return findProgram("berth-stream", "stream.path", configured)
 }
 
 // FindVerify is FindShim for berth-verify.

@@ -26,6 +26,10 @@ const (
 	suffix = ".sock"
 	// callTimeout bounds the answer of a process.
 	callTimeout = 10 * time.Second
+	// greetTimeout bounds the first answer of a process that runs already. It delays the daemon's start.
+	greetTimeout = time.Second
+	// resumePause is the time between two attempts to connect to a process.
+	resumePause = time.Second
 )
 
 // peer is a process of sessions.
@@ -45,11 +49,35 @@ func identify(program string) (string, error) {
 	return fmt.Sprint(st.Dev, " ", st.Ino, " ", st.Size, " ", st.Mtim.Nano()), nil
 }
 
+// resumeSoon connects to a process. If that fails, it tries again in the background until the
+// process has ended.
+func (s *Sessions) resumeSoon(socket string) {
+	s.starting <- struct{}{}
+	err := s.resume(socket)
+	<-s.starting
+	if err == nil {
+		return
+	}
+	s.cfg.Log.Warn("connect to a process of sessions; berth tries again", "socket", socket, "error", err)
+	s.owned.Go(func() {
+		for err != nil {
+			select {
+			case <-time.After(resumePause):
+			case <-s.ctx.Done():
+				return
+			}
+			s.starting <- struct{}{}
+			err = s.resume(socket)
+			<-s.starting
+		}
+	})
+}
+
 // resume connects to the process of an earlier daemon. A process with another program or other
-// settings is replaced.
+// settings is replaced. The caller has filled s.starting.
 func (s *Sessions) resume(socket string) error {
-	p, err := s.connect(socket, wire.Hello{Settings: s.cfg.Settings}, nil)
-	if errors.Is(err, unix.ECONNREFUSED) { // it has ended
+	p, err := s.connect(socket, wire.Hello{Settings: s.cfg.Settings}, nil, greetTimeout)
+	if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, unix.ENOENT) { // it has ended
 		return s.removeSocket(socket)
 	}
 	if err != nil || p.welcome.Retired {
@@ -60,8 +88,12 @@ func (s *Sessions) resume(socket string) error {
 		return nil
 	}
 	a, files, err := p.call(wire.Request{Retire: true})
+	if err == nil {
+		err = a.Err()
+	}
 	if err != nil {
-		return fmt.Errorf("take over from the process of sessions: %w", err)
+		// It still listens. The end of the connection makes serve connect again.
+		return errors.Join(fmt.Errorf("take over from the process of sessions: %w", err), p.conn.Interrupt())
 	}
 	s.cfg.Log.Info("another process serves new sessions, the old one ends with its last session",
 		"sessions", p.welcome.Sessions)
@@ -109,10 +141,10 @@ func (s *Sessions) offer(session wire.Session) (string, error) {
 		if err == nil {
 			return a.URL, a.Err()
 		}
-		s.drop(p)
-		if try == 2 {
+		if !wire.Ended(err) || try == 2 {
 			return "", errdefs.Unavailable("%s: %w", session.Kind, err)
 		}
+		s.drop(p)
 	}
 }
 
@@ -161,7 +193,11 @@ func (s *Sessions) start(tokens []wire.Token, listener *os.File) (*peer, error) 
 	if err := errors.Join(err, l.Close()); err != nil {
 		return nil, errors.Join(fmt.Errorf("start berth-stream: %w", err), s.removeSocket(socket))
 	}
-	return s.connect(socket, wire.Hello{Settings: s.cfg.Settings, Tokens: tokens}, listener)
+	p, err := s.connect(socket, wire.Hello{Settings: s.cfg.Settings, Tokens: tokens}, listener, callTimeout)
+	if err != nil { // without a daemon it ends
+		return nil, errors.Join(err, s.removeSocket(socket))
+	}
+	return p, nil
 }
 
 // addressIn returns the address of a socket through a descriptor of its directory, since a socket's
@@ -202,7 +238,7 @@ func (s *Sessions) spawn(socket *os.File) error {
 }
 
 // connect greets a process and begins to serve it. It counts the process's sessions.
-func (s *Sessions) connect(socket string, hello wire.Hello, listener *os.File) (*peer, error) {
+func (s *Sessions) connect(socket string, hello wire.Hello, listener *os.File, timeout time.Duration) (*peer, error) {
 	dir, err := os.Open(s.cfg.Dir)
 	if err != nil {
 		return nil, err
@@ -220,19 +256,19 @@ func (s *Sessions) connect(socket string, hello wire.Hello, listener *os.File) (
 	if p.conn, err = proto.NewConn(f); err != nil {
 		return nil, err
 	}
-	if err := s.greet(p, hello, listener); err != nil {
+	if err := s.greet(p, hello, listener, timeout); err != nil {
 		return nil, errors.Join(fmt.Errorf("greet berth-stream: %w", err), p.conn.Close())
 	}
 	s.owned.Go(func() { s.serve(p) })
 	return p, nil
 }
 
-func (s *Sessions) greet(p *peer, hello wire.Hello, listener *os.File) error {
+func (s *Sessions) greet(p *peer, hello wire.Hello, listener *os.File, timeout time.Duration) error {
 	var files []*os.File
 	if listener != nil {
 		files = append(files, listener)
 	}
-	err := p.conn.SetDeadline(time.Now().Add(callTimeout))
+	err := p.conn.SetDeadline(time.Now().Add(timeout))
 	if err == nil {
 		err = p.conn.Send(hello, files...)
 	}
@@ -248,7 +284,8 @@ func (s *Sessions) greet(p *peer, hello wire.Hello, listener *os.File) error {
 	return errors.Join(err, p.conn.SetDeadline(time.Time{}))
 }
 
-// serve begins the sessions of a process until its end.
+// serve begins the sessions of a process until its end. After an error of the connection it connects
+// again.
 func (s *Sessions) serve(p *peer) {
 	defer context.AfterFunc(s.ctx, func() { _ = p.conn.Interrupt() })()
 	var err error
@@ -260,10 +297,8 @@ func (s *Sessions) serve(p *peer) {
 	if s.ctx.Err() != nil {
 		return
 	}
-	s.cfg.Log.Info("a process of sessions has ended", "reason", err)
-	if err := s.removeSocket(p.socket); err != nil {
-		s.cfg.Log.Warn("forget a process of sessions", "error", err)
-	}
+	s.cfg.Log.Info("the connection to a process of sessions has ended", "reason", err)
+	s.resumeSoon(p.socket)
 }
 
 // next receives a request and serves it until the session's end.
@@ -272,7 +307,7 @@ func (s *Sessions) next(p *peer) error {
 	switch {
 	case err != nil:
 		return err
-	case r.Open == nil: // of a later version
+	case r.Open == nil, s.ctx.Err() != nil: // of a later version, or for the next daemon
 		return reply.Close()
 	case r.Open.Running:
 		release := s.targets.Resume(r.Open.Kind, r.Open.ID)
@@ -294,7 +329,9 @@ func (s *Sessions) open(o *wire.Open, reply *proto.Conn) {
 		err = explain(err)
 		release = func() {}
 		s.cfg.Log.Debug("session refused", "kind", o.Kind, "id", o.ID, "error", err)
-		_ = reply.Send(wire.Answer{Error: &wire.Error{Code: coded.Code(errdefs.Code(err)), Text: err.Error()}}) // the client may have left
+		if s.ctx.Err() == nil { // otherwise the process asks the next daemon
+			_ = reply.Send(wire.Answer{Error: &wire.Error{Code: coded.Code(errdefs.Code(err)), Text: err.Error()}}) // the client may have left
+		}
 	}
 	s.hold(reply, gone, release)
 }
@@ -322,6 +359,9 @@ func (s *Sessions) hold(reply *proto.Conn, gone <-chan struct{}, release func())
 func (p *peer) call(r wire.Request) (a wire.Answer, files []*os.File, err error) {
 	reply, err := wire.Send(p.conn, r)
 	if err != nil {
+		if !wire.Ended(err) { // part of the request may be sent: serve connects again
+			err = errors.Join(err, p.conn.Interrupt())
+		}
 		return a, nil, err
 	}
 	defer reply.Close()

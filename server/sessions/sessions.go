@@ -84,9 +84,7 @@ func Open(cfg Config, targets Targets) (*Sessions, error) {
 		return nil, fmt.Errorf("find processes of sessions: %w", err)
 	}
 	for _, path := range sockets {
-		if err := s.resume(filepath.Base(path)); err != nil {
-			cfg.Log.Warn("connect to a process of sessions", "socket", path, "error", err)
-		}
+		s.resumeSoon(filepath.Base(path))
 	}
 	return s, nil
 }
@@ -174,7 +172,11 @@ func (s *Sessions) beginAttach(ctx context.Context, o *wire.Open, send func(wire
 		return nil, err
 	}
 	if conn == nil {
-		return release, send(wire.Answer{})
+		if err := send(wire.Answer{}); err != nil {
+			release()
+			return nil, err
+		}
+		return release, nil
 	}
 	a := wire.Answer{Attach: &wire.Attached{Target: target, In: conn.In, AnnouncesEnd: conn.AnnouncesEnd}}
 	return give(conn.UnixConn, release, func(f *os.File) error { return send(a, f) })

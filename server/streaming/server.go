@@ -242,8 +242,11 @@ func (s *Server) Offer(session wire.Session) (string, error) {
 // its sessions, and those of connections that it has accepted.
 func (s *Server) HandOver() (listener *os.File, unused []wire.Token, err error) {
 	listener, err = s.gate.give()
-	return listener, s.tokens.all(), err
+	return listener, s.tokens.takeAll(), err
 }
+
+// Offers reports whether a URL is unused.
+func (s *Server) Offers() bool { return s.tokens.outstanding(time.Now()) }
 
 // Idle reports whether the server has no session and no unused URL.
 func (s *Server) Idle() bool {

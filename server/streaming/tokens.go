@@ -99,13 +99,16 @@ func (t *tokens) dropExpired(now time.Time) {
 	}
 }
 
-// all returns the unused tokens.
-func (t *tokens) all() (all []wire.Token) {
+// takeAll removes and returns the unused tokens that no connection has shown.
+func (t *tokens) takeAll() (all []wire.Token) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.dropExpired(time.Now())
 	for token, o := range t.waiting {
-		all = append(all, wire.Token{Token: token, Session: o.session, Expires: o.expires})
+		if !o.claimed {
+			all = append(all, wire.Token{Token: token, Session: o.session, Expires: o.expires})
+			delete(t.waiting, token)
+		}
 	}
 	return all
 }

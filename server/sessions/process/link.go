@@ -10,6 +10,7 @@ import (
 
 	"berth/internal/coded"
 	"berth/internal/failpoint"
+	"berth/sandbox/stream/copying"
 	"berth/server/sessions/wire"
 	"berth/shim/proto"
 	"berth/shim/running"
@@ -48,16 +49,25 @@ func newLink() *link {
 func (l *link) set(conn *proto.Conn) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.daemon, l.lost = conn, time.Now()
-	close(l.changed)
-	l.changed = make(chan struct{})
+	l.replace(conn)
 }
 
 // drop forgets a daemon that has ended, unless another has connected.
 func (l *link) drop(conn *proto.Conn) {
-	if daemon, _, _ := l.state(); daemon == conn {
-		l.set(nil)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.daemon == conn {
+		l.replace(nil)
 	}
+}
+
+// replace sets the daemon's connection.
+//
+// +checklocks:l.mu
+func (l *link) replace(conn *proto.Conn) {
+	l.daemon, l.lost = conn, time.Now()
+	close(l.changed)
+	l.changed = make(chan struct{})
 }
 
 func (l *link) state() (daemon *proto.Conn, changed <-chan struct{}, lost time.Time) {
@@ -125,8 +135,15 @@ func (l *link) await(ctx context.Context, other *proto.Conn) (*proto.Conn, error
 }
 
 // begin asks the daemon to begin a session. It asks again after the daemon's end, but not for an
-// exec, whose command may run already. The caller calls end after the session.
+// exec, whose command may run already. The error is ResourceExhausted if descriptors are scarce. The caller calls end after the session.
 func (l *link) begin(ctx context.Context, open wire.Open) (a wire.Answer, files []*os.File, end func(), err error) {
+	quota, err := copying.NewFDQuota()
+	if err == nil {
+		err = quota.Check()
+	}
+	if err != nil {
+		return a, nil, nil, err
+	}
 	var lost *proto.Conn
 	for {
 		daemon, err := l.await(ctx, lost)
@@ -135,9 +152,12 @@ func (l *link) begin(ctx context.Context, open wire.Open) (a wire.Answer, files 
 		}
 		failpoint.Reach("stream.begin")
 		conn, err := wire.Send(daemon, wire.Request{Open: &open})
-		if err != nil { // no daemon has the request
+		switch {
+		case wire.Ended(err): // the daemon does not have the request
 			lost = daemon
 			continue
+		case err != nil: // part of the request may be sent: the daemon connects again
+			return a, nil, nil, errors.Join(coded.Errorf(coded.Unavailable, "ask berth: %w", err), daemon.Interrupt())
 		}
 		files, err = running.Receive(ctx, conn, &a)
 		failpoint.Reach("stream.begun")
@@ -150,7 +170,7 @@ func (l *link) begin(ctx context.Context, open wire.Open) (a wire.Answer, files 
 			err = context.Cause(ctx)
 		case open.Kind == wire.Exec:
 			err = coded.Errorf(coded.Unavailable, "berth ended while it started the command: %w", err)
-		default:
+		case wire.Ended(err):
 			lost, err = daemon, nil
 		}
 		if err := errors.Join(err, conn.Close(), wire.CloseAll(files)); err != nil {

@@ -9,6 +9,8 @@ import (
 	"net"
 	"os"
 	"os/signal"
+	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -30,11 +32,28 @@ func Main(stderr io.Writer) int {
 	// The process must survive a log without a reader.
 	signal.Notify(make(chan os.Signal, 1), unix.SIGPIPE)
 	klog.SetLogger(klog.Logger{}) // the libraries report each connection that fails
+	if err := becomeKillable(); err != nil {
+		fmt.Fprintln(stderr, "berth-stream:", err)
+	}
 	if err := run(context.Background(), stderr); err != nil {
 		fmt.Fprintln(stderr, "berth-stream:", err)
 		return 1
 	}
 	return 0
+}
+
+// becomeKillable replaces the daemon's oom_score_adj, because clients decide how much memory the
+// process needs.
+func becomeKillable() error {
+	const file = "/proc/self/oom_score_adj"
+	data, err := os.ReadFile(file)
+	if err != nil {
+		return err
+	}
+	if own, err := strconv.Atoi(strings.TrimSpace(string(data))); err != nil || own >= 0 {
+		return err
+	}
+	return os.WriteFile(file, []byte("0"), 0)
 }
 
 func run(ctx context.Context, stderr io.Writer) error {
@@ -45,7 +64,7 @@ func run(ctx context.Context, stderr io.Writer) error {
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	p := &program{link: newLink(), ctx: ctx, stderr: stderr, failed: make(chan error, 1)}
+	p := &program{link: newLink(), ctx: ctx, stderr: stderr, failed: make(chan error, 1), starting: make(chan struct{}, 1)}
 	p.owned.Go(func() { p.accept(listener) })
 	err = p.awaitEnd()
 	cancel()
@@ -61,6 +80,8 @@ type program struct {
 	stderr io.Writer
 	owned  sync.WaitGroup
 	failed chan error // capacity 1: the server cannot work
+	// starting has capacity 1. It is full while the server starts.
+	starting chan struct{}
 
 	mu sync.Mutex // taken for the fields below only
 	// +checklocks:mu
@@ -80,6 +101,9 @@ const (
 	endPeriod = time.Second
 	// idleTime is how long the process stays without a session. The next one may follow soon.
 	idleTime = 10 * time.Second
+	// listenTime is how long the process keeps a listener without a daemon and an unused URL. A
+	// daemon of an earlier version listens by itself.
+	listenTime = 5 * time.Second
 )
 
 // awaitEnd returns when the process has had nothing to do for a while.
@@ -118,7 +142,7 @@ func (p *program) isIdle() (idle bool, patience time.Duration) {
 	switch {
 	case server == nil:
 		return alone, 0
-	case alone && !retired:
+	case daemon == nil && time.Since(lost) > listenTime && !retired && (alone || !server.Offers()):
 		if f, _, err := p.retire(); err == nil {
 			_ = f.Close() // another process may listen
 		}
@@ -181,8 +205,9 @@ func (p *program) serveDaemon(conn *proto.Conn) error {
 		return err
 	}
 	if err := p.start(hello, files); err != nil {
+		sent := conn.Send(wire.Welcome{Error: err.Error()})
 		p.fail(err)
-		return conn.Send(wire.Welcome{Error: err.Error()})
+		return sent
 	}
 	_, retired := p.current()
 	defer p.drop(conn)
@@ -197,8 +222,8 @@ func (p *program) serveDaemon(conn *proto.Conn) error {
 		if err != nil {
 			return err
 		}
-		if err := errors.Join(p.answer(request, reply), reply.Close()); err != nil {
-			return err
+		if err := errors.Join(p.answer(request, reply), reply.Close()); err != nil { // the daemon may have given up
+			fmt.Fprintln(p.stderr, "berth-stream: answer the daemon:", err)
 		}
 	}
 }
@@ -231,7 +256,7 @@ func (p *program) answer(r wire.Request, reply *proto.Conn) error {
 func (p *program) offer(server *streaming.Server, s wire.Session, reply *proto.Conn) error {
 	p.offering.Lock()
 	defer p.offering.Unlock()
-	if p.ended {
+	if _, retired := p.current(); p.ended || retired {
 		return nil
 	}
 	address, err := server.Offer(s)
@@ -261,6 +286,8 @@ func (p *program) fail(err error) {
 
 // start starts the server with the first daemon's settings.
 func (p *program) start(hello wire.Hello, files []*os.File) error {
+	p.starting <- struct{}{}
+	defer func() { <-p.starting }()
 	if server, _ := p.current(); server != nil {
 		return wire.CloseAll(files)
 	}

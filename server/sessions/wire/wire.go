@@ -16,8 +16,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"berth/internal/coded"
 	"berth/sandbox/stream/copying"
@@ -167,6 +170,12 @@ func Receive(from *proto.Conn) (Request, *proto.Conn, error) {
 	}
 	reply, err := proto.NewConn(files[0])
 	return r, reply, err
+}
+
+// Ended reports whether an error means that the other process has ended, or does not serve the
+// request.
+func Ended(err error) bool {
+	return errors.Is(err, io.EOF) || errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET)
 }
 
 // CloseAll closes files.
