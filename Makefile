@@ -16,7 +16,7 @@ all: build
 help: ## List the targets
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-build: ## Build bin/berthd, berth, berth-shim, berth-unpack, berth-verify, berth-net and berth-task
+build: ## Build bin/berthd, berth, berth-shim, berth-unpack, berth-verify, berth-net, berth-task and berth-stream
 	contrib/build
 
 unit: ## Run unit tests without root: make unit PKG=./image/...

@@ -473,34 +473,6 @@ func (k attachCase) run(t *testing.T, pod *harness.Pod, p sessions.Protocol) {
 	}
 }
 
-// A restart of the daemon does not affect a container with an attach session.
-func TestContainerSurvivesDaemonDuringAttach(t *testing.T) {
-	d := harness.StartDaemon(t)
-	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script(echoScript), harness.WithStdin(true))
-	for _, end := range []func(*testing.T){d.Stop, d.Kill} {
-		a := sessions.Attach(t, c, sessions.Spdy, func(o *remotecommand.StreamOptions) { o.Stdin = nil }) // without stdin, because it would be closed with its client
-		exec := make(chan error, 1)
-		var out sessions.Screen
-		o := remotecommand.StreamOptions{Stdout: &out}
-		address := c.ExecURL(t, o, "sh", "-c", "echo up; sleep 7777")
-		go func() {
-			_, err := sessions.Spdy.Stream(t.Context(), sessions.Plain(), address, o)
-			exec <- err
-		}()
-		out.WaitFor(t, "up")
-		end(t)
-		<-a.Ended // SPDY clients treat a closed connection as success
-		<-exec
-		d.Start(t)
-		harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
-		awaitNoProcesses(t, "sleep 7777")
-	}
-	a := sessions.Attach(t, c, sessions.WebSocket)
-	a.Send(t, "bye\n")
-	harness.Must(t, <-a.Ended)
-	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 8)
-}
-
 // Sessions work over TLS. The server requires a client certificate only if stream.client_ca is set.
 func TestSessionsOverTLS(t *testing.T) {
 	ca := newAuthority(t)

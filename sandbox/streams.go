@@ -1,6 +1,9 @@
 package sandbox
 
-import "berth/sandbox/stream"
+import (
+	"berth/sandbox/stream"
+	"berth/sandbox/stream/copying"
+)
 
 // streamTargets finds containers and pods for streams.
 type streamTargets struct {
@@ -16,16 +19,15 @@ func (t streamTargets) StreamContainer(id string) (stream.ContainerTarget, error
 	}
 	run := c.running.Load()
 	return stream.ContainerTarget{
-		ID:        c.ID,
-		PodID:     c.PodID,
-		Process:   c.info.Load().Process,
-		Runtime:   t.objects.runtimeOf(c),
-		Cgroup:    c.CgroupsPath,
-		Terminal:  c.Config.GetTty(),
-		Stdin:     c.Config.GetStdin(),
-		StdinOnce: c.Config.GetStdinOnce(),
-		Running:   run != nil && !run.HasEnded(),
-		Keep:      keepFor(t.images, c.ContainerSpec),
+		ID:      c.ID,
+		PodID:   c.PodID,
+		Process: c.info.Load().Process,
+		Runtime: t.objects.runtimeOf(c),
+		Cgroup:  c.CgroupsPath,
+		Target: copying.Target{Terminal: c.Config.GetTty(), Stdin: c.Config.GetStdin(),
+			StdinOnce: c.Config.GetStdinOnce()},
+		Running: run != nil && !run.HasEnded(),
+		Keep:    keepFor(t.images, c.ContainerSpec),
 	}, nil
 }
 

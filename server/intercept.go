@@ -128,7 +128,7 @@ func coded(err error) error {
 	err = errdefs.Scarce(err)
 	st, ok := status.FromError(err)
 	if !ok {
-		st = status.FromContextError(err)
+		st = status.New(errdefs.Code(err), err.Error())
 	}
 	return st.Err()
 }

@@ -16,7 +16,7 @@ type Reachable interface {
 	CheckPortForward(podID string) (string, error)
 }
 
-// Sessions issues URLs. Package server/streaming documents the contracts.
+// Sessions issues URLs. Package server/sessions documents the contracts.
 type Sessions interface {
 	ExecWith(req *runtimeapi.ExecRequest, options stream.ExecOptions) (string, error)
 	Attach(req *runtimeapi.AttachRequest) (string, error)

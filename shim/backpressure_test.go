@@ -1,8 +1,10 @@
 package shim
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"os/exec"
@@ -10,7 +12,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
@@ -18,6 +19,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
 	"berth/shim/proto"
+	"berth/shim/running"
 )
 
 // fullQueues is the monitor's FULL_QUEUES. Below it a client does not block the container.
@@ -51,9 +53,9 @@ func (c *container) untilBlocked() (output string) {
 }
 
 // rest reads what a client has not read yet, to the end.
-func (c *client) rest() (string, error) {
+func rest(c *running.Attached) (string, error) {
 	var out testutil.Buffer
-	err := c.output(AttachIO{Stdout: &out, Stderr: &out})
+	err := c.Copy(context.Background(), running.AttachIO{Stdout: &out, Stderr: &out})
 	return out.String(), err
 }
 
@@ -85,12 +87,12 @@ func TestPausedClientGetsEveryByte(t *testing.T) {
 			})
 			e.until("it is ready", func() bool { return c.log() != "" })
 			paused := c.attachUnread()
-			feed := c.attach(func(s *AttachIO) { s.Stdout, s.Stderr = nil, nil })
+			feed := c.attach(func(s *running.AttachIO) { s.Stdout, s.Stderr = nil, nil })
 			feed.send("go\n")
 			if n := len(c.untilBlocked()); n > fullQueues+1<<20 { // and what fits into the socket
 				t.Errorf("the container could write %d bytes before the client read any", n)
 			}
-			got, err := paused.rest()
+			got, err := rest(paused)
 			if err != nil {
 				t.Error(err)
 			}
@@ -121,16 +123,16 @@ func TestStalledClientsAreDropped(t *testing.T) {
 	}
 	idle := c.monitorMemory()
 	const clients = 20
-	var stuck []*client
+	var stuck []*running.Attached
 	for range clients {
 		stuck = append(stuck, c.attachUnread())
 	}
-	live := c.attach(func(s *AttachIO) { s.Stdout = nil })
+	live := c.attach(func(s *running.AttachIO) { s.Stdout = nil })
 	live.send("go\n")
 	e.until("all is said", func() bool { return live.stderr.String() == "end\n" })
 	want, total := counted("\n"), 0
 	for _, d := range stuck {
-		got, err := d.rest()
+		got, err := rest(d)
 		if errdefs.Code(err) != codes.Aborted || !strings.Contains(err.Error(), "ten minutes") {
 			t.Errorf("a stuck client's end: %v", err)
 		}
@@ -161,7 +163,7 @@ func TestExitWithBlockedClient(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("killed", "read x; exec yes "+strings.Repeat("y", 99), func(r *proto.Launch) { r.Stdin = true })
 	slow := c.attachUnread()
-	feed := c.attach(func(s *AttachIO) { s.Stdout, s.Stderr = nil, nil })
+	feed := c.attach(func(s *running.AttachIO) { s.Stdout, s.Stderr = nil, nil })
 	feed.send("go\n")
 	c.untilBlocked()
 	if err := unix.PidfdSendSignal(int(c.Init.Fd()), unix.SIGKILL, nil, 0); err != nil {
@@ -173,7 +175,7 @@ func TestExitWithBlockedClient(t *testing.T) {
 	if err := feed.wait(); err != nil {
 		t.Error(err)
 	}
-	got, err := slow.rest()
+	got, err := rest(slow)
 	if err != nil {
 		t.Error(err)
 	}
@@ -187,12 +189,12 @@ func TestPausedClientWhoseInputHasEnded(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("answer", "read x; "+count, func(r *proto.Launch) { r.Stdin = true })
 	paused := c.attachUnread()
-	feed := c.attach(func(s *AttachIO) { s.Stdout, s.Stderr = nil, nil })
+	feed := c.attach(func(s *running.AttachIO) { s.Stdout, s.Stderr = nil, nil })
 	feed.send("go\n")
 	c.untilBlocked()
-	paused.endSoon(time.Nanosecond)
 	var out testutil.Buffer
-	if err := paused.output(AttachIO{Stdout: &out, StdinGrace: patience}); err != nil {
+	ended := io.NopCloser(strings.NewReader(""))
+	if err := paused.Copy(t.Context(), running.AttachIO{Stdin: ended, Stdout: &out, StdinGrace: patience}); err != nil {
 		t.Error(err)
 	}
 	if want := counted("\n"); out.String() != want {
@@ -211,7 +213,7 @@ func TestEvictedClientIsTold(t *testing.T) {
 	for range 64 { // MAX_CLIENTS
 		c.attachUnread()
 	}
-	if _, err := first.rest(); errdefs.Code(err) != codes.Aborted || !strings.Contains(err.Error(), "too many clients") {
+	if _, err := rest(first); errdefs.Code(err) != codes.Aborted || !strings.Contains(err.Error(), "too many clients") {
 		t.Errorf("the end of the oldest: %v", err)
 	}
 }
@@ -242,7 +244,7 @@ func TestEndOfConnection(t *testing.T) {
 			served := make(chan error, 1)
 			go func() { served <- serveAttach(listener, test.answer, test.sent) }()
 			var out testutil.Buffer
-			err = OpenMonitor(dir).Attach(t.Context(), AttachIO{Stdout: &out})
+			err = attachTo(t.Context(), OpenMonitor(dir), running.AttachIO{Stdout: &out})
 			if errdefs.Code(err) != test.want {
 				t.Errorf("Attach = %v, want %v", err, test.want)
 			}

@@ -36,8 +36,8 @@ func (m *Monitor) Freeze(ctx context.Context, dir string, timeout time.Duration)
 	if err != nil {
 		return nil, fmt.Errorf("freeze: %w", err)
 	}
-	stop := context.AfterFunc(ctx, c.interrupt)
-	err = c.send(proto.FrameFreeze, proto.FreezeRequest{Timeout: timeout, Dir: dir}.Encode())
+	stop := context.AfterFunc(ctx, c.Interrupt)
+	err = c.Send(proto.FrameFreeze, proto.FreezeRequest{Timeout: timeout, Dir: dir}.Encode())
 	if err == nil {
 		err = c.answer()
 	}
@@ -48,7 +48,7 @@ func (m *Monitor) Freeze(ctx context.Context, dir string, timeout time.Duration)
 		err = ctx.Err()
 	}
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("freeze: %w", explainOldMonitor(err)), c.conn.Close())
+		return nil, errors.Join(fmt.Errorf("freeze: %w", explainOldMonitor(err)), c.Close())
 	}
 	f := &Frozen{c: c, thawed: make(chan error, 1), lost: make(chan struct{})}
 	f.reader.Go(f.read)
@@ -77,15 +77,15 @@ func (f *Frozen) Lost() <-chan struct{} { return f.lost }
 // the monitor or the container has ended, or that the timeout of Freeze was over. Then the
 // processes have run meanwhile. The processes run in any case.
 func (f *Frozen) Thaw() error {
-	timer := time.AfterFunc(thawTimeout, f.c.interrupt)
-	err := f.c.send(proto.FrameThaw, nil)
+	timer := time.AfterFunc(thawTimeout, f.c.Interrupt)
+	err := f.c.Send(proto.FrameThaw, nil)
 	if err == nil {
 		err = <-f.thawed
 	}
 	timer.Stop()
-	f.c.interrupt()
+	f.c.Interrupt()
 	f.reader.Wait()
-	if err := errors.Join(err, f.c.conn.Close()); err != nil {
+	if err := errors.Join(err, f.c.Close()); err != nil {
 		return fmt.Errorf("thaw: %w", err)
 	}
 	return nil

@@ -88,7 +88,7 @@ func TestMonitorThawsWithoutClient(t *testing.T) {
 	e := newEnv(t)
 	c := e.runCounter("left")
 	f := c.freezeFor(time.Minute)
-	if err := f.c.conn.Close(); err != nil {
+	if err := f.c.UnixConn.Close(); err != nil {
 		t.Fatal(err)
 	}
 	f.reader.Wait()

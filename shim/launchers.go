@@ -20,6 +20,7 @@ import (
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/shim/proto"
+	"berth/shim/running"
 )
 
 // Config configures a pool of launchers.
@@ -239,6 +240,20 @@ func (l *Launchers) giveUpUnresponsive(p *launcher, req *proto.Exec) {
 	l.retireStopped()
 }
 
+// forget closes the daemon's end of a launcher that another process owns. The launcher stays a child
+// of this process, which reaps it.
+func (l *Launchers) forget(p *launcher) {
+	l.lend(-1)
+	if err := p.conn.Close(); err != nil {
+		l.cfg.Log.Warn("close connection to launcher", "pid", p.pid, "error", err)
+	}
+	l.owned.Go(func() {
+		defer p.proc.Close()
+		_ = pidfd.Wait(l.ctx, p.proc) // after the daemon's end, init reaps it
+	})
+	l.wantMore()
+}
+
 // Pauses between two attempts to remove the remains of an exec.
 const (
 	firstRemovalRetry   = time.Second
@@ -259,7 +274,7 @@ func (l *Launchers) removeExecRemains(req *proto.Exec) {
 }
 
 func (l *Launchers) tryRemoveExec(req *proto.Exec) (ended bool) {
-	err := removeExec(req)
+	err := running.RecordOf(req).Remove()
 	if err != nil {
 		l.cfg.Log.Error("remove an exec of a lost launcher", "container", req.ID, "exec", req.ExecID, "error", err)
 	}

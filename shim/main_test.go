@@ -2,6 +2,7 @@ package shim
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"flag"
 	"fmt"
@@ -19,6 +20,7 @@ import (
 	"berth/internal/testutil"
 	program "berth/shim/launcher"
 	"berth/shim/proto"
+	"berth/shim/running"
 )
 
 // The test binary is the launcher, too: current, and checked for races if the
@@ -256,4 +258,13 @@ func removeCgroups() error {
 		return errors.New(strings.Join(left, ", "))
 	}
 	return nil
+}
+
+// attachTo connects streams to a container until one of both ends.
+func attachTo(ctx context.Context, m *Monitor, streams running.AttachIO) error {
+	a, err := m.OpenAttach(ctx, streams.Wants())
+	if err != nil {
+		return err
+	}
+	return a.Copy(ctx, streams)
 }

@@ -15,6 +15,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
 	"berth/shim/proto"
+	"berth/shim/running"
 )
 
 // attached is an attach that runs in the background.
@@ -27,17 +28,17 @@ type attached struct {
 	resize         chan proto.TerminalSize
 }
 
-func (c *container) attach(change ...func(*AttachIO)) *attached {
+func (c *container) attach(change ...func(*running.AttachIO)) *attached {
 	c.Helper()
 	ctx, cancel := context.WithCancel(c.ctx)
 	r, w := io.Pipe()
 	a := &attached{env: c.env, stdin: w, cancel: cancel, done: make(chan error, 1), resize: make(chan proto.TerminalSize)}
-	streams := AttachIO{Stdin: r, Stdout: &a.stdout, Stderr: &a.stderr, Resize: a.resize}
+	streams := running.AttachIO{Stdin: r, Stdout: &a.stdout, Stderr: &a.stderr, Resize: a.resize}
 	for _, f := range change {
 		f(&streams)
 	}
 	go func() {
-		err := OpenMonitor(c.Dir).Attach(ctx, streams)
+		err := attachTo(ctx, OpenMonitor(c.Dir), streams)
 		r.Close()
 		a.done <- err
 	}()
@@ -235,7 +236,7 @@ func TestFullDisk(t *testing.T) {
 func TestAttachEcho(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("echo", "while read x; do echo you said $x; echo and on stderr >&2; [ $x = bye ] && exit 8; done", func(r *proto.Launch) { r.Stdin = true })
-	a, b := c.attach(), c.attach(func(s *AttachIO) { s.Stdin = nil })
+	a, b := c.attach(), c.attach(func(s *running.AttachIO) { s.Stdin = nil })
 	// Both clients are attached when each has received an answer.
 	e.until("both get output", func() bool {
 		a.send("hello\n")
@@ -313,7 +314,7 @@ func TestAttachEndsWithItsInput(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("ends", "cat; echo end", func(r *proto.Launch) { r.Stdin = true })
 	for _, text := range []string{"one\n", "", "two\n"} {
-		a := c.attach(func(s *AttachIO) { s.StdinGrace = time.Second })
+		a := c.attach(func(s *running.AttachIO) { s.StdinGrace = time.Second })
 		a.send(text)
 		a.stdin.Close()
 		if err := a.wait(); err != nil {
@@ -324,7 +325,7 @@ func TestAttachEndsWithItsInput(t *testing.T) {
 		}
 	}
 	endless := e.run("endless", "while :; do echo line; done", func(r *proto.Launch) { r.Stdin, r.LogPath = true, "" })
-	a := endless.attach(func(s *AttachIO) { s.StdinGrace = 10 * time.Millisecond })
+	a := endless.attach(func(s *running.AttachIO) { s.StdinGrace = 10 * time.Millisecond })
 	a.stdin.Close()
 	if err := a.wait(); err != nil {
 		t.Error(err)
@@ -411,17 +412,17 @@ func TestBadRequests(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := conn.conn.Write(data); err != nil {
+		if _, err := conn.Write(data); err != nil {
 			t.Fatal(err)
 		}
-		if err := conn.conn.CloseWrite(); err != nil {
+		if err := conn.CloseWrite(); err != nil {
 			t.Fatal(err)
 		}
-		reply, err := io.ReadAll(conn.conn)
+		reply, err := io.ReadAll(conn)
 		if f, _, _ := proto.NextFrame(reply); len(reply) > 0 && f.Type != proto.FrameError || err != nil {
 			t.Errorf("the answer to %q: %q, %v", data, reply, err)
 		}
-		conn.conn.Close()
+		conn.Close()
 	}
 	if err := OpenMonitor(c.Dir).CloseStdin(e.ctx); err != nil {
 		t.Fatal(err)
@@ -435,7 +436,7 @@ func TestCallsWithoutMonitorFail(t *testing.T) {
 	m := OpenMonitor(t.TempDir())
 	for what, err := range map[string]error{
 		"ReopenLog": m.ReopenLog(context.Background()),
-		"Attach":    m.Attach(context.Background(), AttachIO{}),
+		"Attach":    attachTo(context.Background(), m, running.AttachIO{}),
 	} {
 		if errdefs.Code(err) != codes.FailedPrecondition {
 			t.Errorf("%s = %v, want FailedPrecondition", what, err)

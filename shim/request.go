@@ -129,7 +129,7 @@ func (l *Launchers) receive(ctx context.Context, p *launcher, reply *proto.Reply
 func (l *Launchers) started(
 	p *launcher, req *proto.Launch, s *proto.Started, init *os.File,
 ) (_ *proto.Started, err error) {
-	if s.Init, err = asPidfd(init); err != nil {
+	if s.Init, err = pidfd.FromFile(init); err != nil {
 		return nil, errors.Join(err, l.cleanUp(p, req))
 	}
 	if req.Pause != "" {
@@ -141,15 +141,6 @@ func (l *Launchers) started(
 		l.cfg.Log.Warn("close connection to launcher", "pid", p.pid, "error", err)
 	}
 	return s, nil
-}
-
-// asPidfd converts a received pidfd to a file that package pidfd can wait for.
-func asPidfd(f *os.File) (*os.File, error) {
-	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
-	if err := errors.Join(err, f.Close()); err != nil {
-		return nil, fmt.Errorf("take over pidfd: %w", err)
-	}
-	return pidfd.FromFD(fd)
 }
 
 // failure converts a launcher's error to a gRPC error. A launch that failed after ctx ended returns

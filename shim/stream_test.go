@@ -15,6 +15,7 @@ import (
 
 	"berth/internal/pidfd"
 	"berth/shim/proto"
+	"berth/shim/running"
 )
 
 // A Kill that arrives when its exec has ended must not hit the next one on the
@@ -31,7 +32,12 @@ func TestKillNamesItsExec(t *testing.T) {
 		t.Fatal(err)
 	}
 	// A Kill of its own comes after it on the same connection.
-	if gone, err := pidfd.Exited(x.proc); gone || err != nil {
+	proc, err := pidfd.Open(x.PID())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer proc.Close()
+	if gone, err := pidfd.Exited(proc); gone || err != nil {
 		t.Fatalf("the exec has ended: %v, %v", gone, err)
 	}
 	if stdout, _, code := c.execIn("other", "echo alive"); stdout != "alive\n" || code != 0 {
@@ -192,18 +198,15 @@ func (c *container) freeze() (thaw func()) {
 }
 
 // attachUnread attaches a client that never reads.
-func (c *container) attachUnread() *client {
+func (c *container) attachUnread() *running.Attached {
 	c.Helper()
-	stuck, err := OpenMonitor(c.Dir).dial(c.ctx)
+	stuck, err := OpenMonitor(c.Dir).OpenAttach(c.ctx, proto.WantStdout)
 	if err != nil {
 		c.Fatal(err)
 	}
-	c.Cleanup(func() { stuck.conn.Close() })
-	if err := stuck.send(proto.FrameAttach, []byte{byte(proto.WantStdout)}); err != nil {
-		c.Fatal(err)
-	}
-	if stuck.announcesEnd, err = stuck.attachAnswer(); err != nil || !stuck.announcesEnd {
-		c.Fatalf("the answer announces an end: %v, %v", stuck.announcesEnd, err)
+	c.Cleanup(func() { stuck.Close() })
+	if !stuck.AnnouncesEnd {
+		c.Fatal("the answer does not announce an end")
 	}
 	return stuck
 }
@@ -230,7 +233,7 @@ func (c *container) monitorMemory() int {
 func TestMonitorsTerminalIsCloseOnExec(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("peer", "read x", func(r *proto.Launch) { r.Stdin, r.Terminal, r.Spec.Process.Terminal = true, true, true })
-	a := c.attach(func(s *AttachIO) { s.Stderr = nil })
+	a := c.attach(func(s *running.AttachIO) { s.Stderr = nil })
 	if err := OpenMonitor(c.Dir).Resize(e.ctx, 80, 24); err != nil { // the monitor is up when it answers
 		t.Fatal(err)
 	}

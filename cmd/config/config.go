@@ -69,6 +69,7 @@ type Config struct {
 	MaxContainerExecs int `key:"exec.max_per_container" old:"max_container_execs" default:"128" min:"1" doc:"Maximum number of commands that run in one container at the same time."`
 
 	StreamAddress     string   `key:"stream.address" old:"stream_address" flag:"stream-address" default:"127.0.0.1:0" doc:"IP address and port of exec, attach and port-forward sessions, for kubelet on this node. Port 0: any free port. Addresses other than loopback need stream.tls_cert."`
+	StreamPath        string   `key:"stream.path" path:"optional" doc:"Path of the program berth-stream, which has the sessions. Empty: beside the program berthd, else in PATH."`
 	StreamTLSCert     string   `key:"stream.tls_cert" old:"stream_tls_cert" path:"optional" doc:"PEM file with the server certificate of sessions. Empty: plain HTTP."`
 	StreamTLSKey      string   `key:"stream.tls_key" old:"stream_tls_key" path:"optional" doc:"PEM file with the private key of stream.tls_cert."`
 	StreamClientCA    string   `key:"stream.client_ca" old:"stream_client_ca" path:"optional" doc:"PEM file with CA certificates that sign client certificates. Empty: clients need no certificate, only a URL that is valid for one session."`

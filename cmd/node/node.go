@@ -18,6 +18,7 @@ type Node struct {
 	SystemdCgroup bool   // whether systemd manages cgroups; "auto" is decided
 	Shim          string // path of berth-shim
 	Unpack        string // path of berth-unpack
+	Stream        string // path of berth-stream
 	Verify        string // path of berth-verify; empty: not found
 }
 
@@ -35,6 +36,9 @@ func Discover(cfg *config.Config) (*Node, error) {
 		return nil, err
 	}
 	if n.Unpack, err = FindUnpack(cfg.UnpackPath); err != nil {
+		return nil, err
+	}
+	if n.Stream, err = FindStream(cfg.StreamPath); err != nil {
 		return nil, err
 	}
 	n.Verify, _ = FindVerify(cfg.SignatureVerifyPath) // the part that needs the program reports that it is missing
@@ -76,6 +80,11 @@ func FindShim(configured string) (string, error) {
 // FindUnpack is FindShim for berth-unpack.
 func FindUnpack(configured string) (string, error) {
 	return findProgram("berth-unpack", "unpack_path", configured)
+}
+
+// FindStream is FindShim for berth-stream.
+func FindStream(configured string) (string, error) {
+	return findProgram("berth-stream", "stream.path", configured)
 }
 
 // FindVerify is FindShim for berth-verify.

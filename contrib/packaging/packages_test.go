@@ -96,6 +96,7 @@ func want(prefix, cni, zsh string) []file {
 		{prefix + "/bin/berth-unpack", program, ""},
 		{prefix + "/bin/berth-verify", program, ""},
 		{prefix + "/bin/berth-task", program, ""},
+		{prefix + "/bin/berth-stream", program, ""},
 		{cni + "/berth-net", program, ""},
 		{prefix + "/lib/systemd/system/berth.service", data, ""},
 		{prefix + "/lib/systemd/system/berth.socket", data, ""},

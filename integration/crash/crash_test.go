@@ -344,7 +344,7 @@ func TestReleasedBinariesHaveNoFailpoints(t *testing.T) {
 // programs returns the concatenated content of the programs in a directory.
 func programs(t *testing.T, dir string) (all []byte) {
 	t.Helper()
-	for _, name := range []string{"berthd", "berth-shim", "berth-unpack", "berth-task"} {
+	for _, name := range []string{"berthd", "berth-shim", "berth-unpack", "berth-task", "berth-stream"} {
 		content := harness.Get(os.ReadFile(filepath.Join(dir, name)))(t)
 		all = append(all, content...)
 	}

@@ -121,6 +121,9 @@ var operations = []operation{
 	{name: "Recovery_of_PullImage_breaks_off", first: &point{"partial.opened", 1}, prepare: nothing, request: failPull, more: true},
 	{name: "Recovery_of_RemoveImage", first: &point{"record.removed", 1}, prepare: has(first), request: removeImage(first), more: true},
 
+	{name: "Exec_session", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm), started), request: execSession, more: true},
+	{name: "Attach_session", prepare: with(podRuns(harness.HostNetwork), withContainer(exitsOnTerm, harness.WithStdin(false)), started), request: attachSession, more: true},
+
 	{name: "RemoveImage_in_use", prepare: with(has(first), podRuns(harness.HostNetwork), withContainer(imageVolume), created), request: removeImage(first), more: true},
 }
 

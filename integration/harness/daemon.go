@@ -721,12 +721,12 @@ func (d *Daemon) ForgetMounts(t *testing.T) {
 	d.Mounts = nil
 }
 
+// forgetOwnMounts waits for the process of sessions, whose socket is in the state directory.
 func (d *Daemon) forgetOwnMounts(t *testing.T) {
 	t.Helper()
-	mounts := machine.Mountpoints(t, os.Getpid())
-	for i := len(mounts) - 1; i >= 0; i-- {
-		if strings.HasPrefix(mounts[i], d.State) {
-			Must(t, syscall.Unmount(mounts[i], 0))
+	for _, point := range slices.Backward(machine.Mountpoints(t, os.Getpid())) {
+		if strings.HasPrefix(point, d.State) {
+			Must(t, WaitUpTo(leakPatience, func() error { return syscall.Unmount(point, 0) }))
 		}
 	}
 }

@@ -43,7 +43,7 @@ func ByUnit(t *testing.T, d *Daemon) {
 	t.Cleanup(func() { uninstallUnit(t) })
 	units := cmp.Or(os.Getenv(unitsEnv), filepath.Join(source(), "contrib/systemd"))
 	command(t, "install", "-m", "644", filepath.Join(units, UnitName), filepath.Join(units, SocketName), unitDir)
-	for _, name := range []string{"berth", DaemonProgram, "berth-shim", "berth-unpack", "berth-verify", "berth-task"} {
+	for _, name := range []string{"berth", DaemonProgram, "berth-shim", "berth-unpack", "berth-verify", "berth-task", "berth-stream"} {
 		command(t, "install", filepath.Join(BinDir, name), installDir)
 	}
 	Systemctl(t, "daemon-reload")
@@ -59,7 +59,7 @@ func uninstallUnit(t *testing.T) {
 	}
 	Systemctl(t, "daemon-reload")
 	Must(t, os.RemoveAll(filepath.Dir(installConfig)))
-	for _, name := range []string{"berth", DaemonProgram, "berth-shim", "berth-unpack", "berth-verify", "berth-task"} {
+	for _, name := range []string{"berth", DaemonProgram, "berth-shim", "berth-unpack", "berth-verify", "berth-task", "berth-stream"} {
 		Must(t, os.RemoveAll(filepath.Join(installDir, name)))
 	}
 }

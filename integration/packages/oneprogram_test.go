@@ -33,7 +33,7 @@ func TestUpgradeFromOneProgram(t *testing.T) {
 	runsProgram(t, filepath.Join(handInstalled, "berth"))
 	pod := startSleeper(t)
 
-	installPrograms(t, harness.BinDir, "berth", "berthd", "berth-shim", "berth-unpack", "berth-verify", "berth-task")
+	installPrograms(t, harness.BinDir, "berth", "berthd", "berth-shim", "berth-unpack", "berth-verify", "berth-task", "berth-stream")
 	run(t, "systemctl", "restart", "berth")
 	runsProgram(t, filepath.Join(handInstalled, "berthd"))
 	pod.lives(t)

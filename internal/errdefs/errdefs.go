@@ -15,20 +15,22 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+
+	"berth/internal/coded"
 )
 
-type coded struct {
+type withStatus struct {
 	code codes.Code
 	err  error
 }
 
-func (e *coded) Error() string              { return e.err.Error() }
-func (e *coded) Unwrap() error              { return e.err }
-func (e *coded) GRPCStatus() *status.Status { return status.New(e.code, e.err.Error()) }
+func (e *withStatus) Error() string              { return e.err.Error() }
+func (e *withStatus) Unwrap() error              { return e.err }
+func (e *withStatus) GRPCStatus() *status.Status { return status.New(e.code, e.err.Error()) }
 
 // New returns an error with the given gRPC code. The format may use %w.
 func New(code codes.Code, format string, args ...any) error {
-	return &coded{code: code, err: fmt.Errorf(format, args...)}
+	return &withStatus{code: code, err: fmt.Errorf(format, args...)}
 }
 
 // NotFound, InvalidArgument, AlreadyExists, FailedPrecondition, Unavailable, Unimplemented and
@@ -53,7 +55,7 @@ func Unavailable(format string, args ...any) error { return New(codes.Unavailabl
 func Internal(format string, args ...any) error { return New(codes.Internal, format, args...) }
 
 // Code returns the gRPC code of err. For nil it is OK. Otherwise it is the code of the outermost
-// wrapped error with a code, then Canceled or DeadlineExceeded for context errors, then Unknown.
+// wrapped error with a code, then that of package coded, then Canceled or DeadlineExceeded for context errors, then Unknown.
 func Code(err error) codes.Code {
 	if err == nil {
 		return codes.OK
@@ -61,6 +63,9 @@ func Code(err error) codes.Code {
 	var c interface{ GRPCStatus() *status.Status }
 	if errors.As(err, &c) {
 		return c.GRPCStatus().Code()
+	}
+	if code, ok := coded.Of(err); ok {
+		return codes.Code(code)
 	}
 	switch {
 	case errors.Is(err, context.Canceled):

@@ -195,11 +195,16 @@ var unmarked = map[string]string{
 	"sandbox/runtime.signal: .signal":                byCaller,
 	"sandbox/runtime.signal: pidfd.Signal":           byCaller,
 
+	"server/sessions.Open: os.MkdirAll":                  again,
+	"server/sessions.spawn: os.OpenFile os.StartProcess": byCaller,
+
+	"shim/running.Kill: pidfd.Signal":          signal,
+	"shim/running.finish: pidfd.Signal":        signal,
+	"shim/running.removeGroup: unix.Rmdir":     byCaller,
+	"shim/running.removeRemains: pidfd.Signal": signal,
+
 	"shim.set: os.WriteFile":           "about a process of its own",
-	"shim.Kill: pidfd.Signal":          signal,
 	"shim.awaitLauncher: pidfd.Signal": signal,
-	"shim.finish: pidfd.Signal":        signal,
-	"shim.removeGroup: unix.Rmdir":     byCaller,
 	"shim.killUpTo: pidfd.Signal":      signal,
 	"shim.retireStopped: pidfd.Signal": signal,
 	"shim.remove: os.Remove":           byCaller,

@@ -57,6 +57,15 @@ func FromFD(fd int) (*os.File, error) {
 	return os.NewFile(uintptr(fd), "pidfd"), nil
 }
 
+// FromFile is FromFD for a file that was received. It takes over f.
+func FromFile(f *os.File) (*os.File, error) {
+	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err := errors.Join(err, f.Close()); err != nil {
+		return nil, fmt.Errorf("take over pidfd: %w", err)
+	}
+	return FromFD(fd)
+}
+
 // OpenVerified is Open for a process identified by pid and start time (see StartTime). The error
 // wraps os.ErrProcessDone if the process has exited, or if its pid belongs to another process.
 func OpenVerified(pid int, starttime uint64) (*os.File, error) {

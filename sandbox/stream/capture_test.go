@@ -82,3 +82,19 @@ func TestOutputBudget(t *testing.T) {
 		t.Errorf("%d bytes were not released", left)
 	}
 }
+
+// What exceeds the limit is discarded without an error.
+func TestExcessOutputIsDiscarded(t *testing.T) {
+	t.Parallel()
+	kept := newCapture(&outputBudget{})
+	w := kept.writer(0)
+	chunk := make([]byte, 1<<20)
+	for range MaxOutput>>20 + 3 {
+		if n, err := w.Write(chunk); n != len(chunk) || err != nil {
+			t.Fatal(n, err)
+		}
+	}
+	if stdout, _ := kept.kept(); len(stdout) != MaxOutput {
+		t.Fatalf("%d bytes kept, want %d", len(stdout), MaxOutput)
+	}
+}

@@ -1,5 +1,6 @@
 // Package stream implements Exec, ExecSync, Attach and PortForward. It connects clients to
 // processes and ports of pods.
+//
 // # Contract
 //
 // A Service looks up containers and pods through Targets for each request, so a session starts only
@@ -7,9 +8,7 @@
 // methods report the errors of a session in advance, because CRI returns a URL before the session
 // starts.
 //
-// A session ends when the process or connection ends, when its context ends, or when the client
-// accepts no more output. Output that a command wrote before its exit is delivered first. A session
-// does not wait for background processes that keep the output open. A read from a client cannot be
-// interrupted. It runs in a goroutine that the caller owns (runner.Spawn), and ends when the
-// client's connection is closed.
+// The session of a client runs in another process (package server/sessions), which outlives the
+// daemon. Package copying connects the client there. This package begins the session, and counts it
+// until its end.
 package stream

@@ -4,7 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
+	"net"
 	"os"
 	"strings"
 	"time"
@@ -16,24 +16,24 @@ import (
 	"berth/internal/task"
 	"berth/oci"
 	"berth/sandbox/state"
+	"berth/sandbox/stream/copying"
 	"berth/shim"
 	"berth/shim/ociruntime"
 	"berth/shim/proto"
+	"berth/shim/running"
 )
 
 // ContainerTarget is a container to connect to.
 type ContainerTarget struct {
-	ID       string
-	PodID    string
-	Process  *specs.Process      // template for execs
-	Runtime  *ociruntime.Runtime // nil: libcontainer
-	Cgroup   string              // cgroupsPath of the runtime-spec
-	Terminal bool                // the container has a terminal
-	Stdin    bool                // the container reads stdin
-	// StdinOnce says that the container's stdin is closed when the stdin of its first client ends.
-	StdinOnce bool
-	Running   bool
-	Keep      []*os.File // to hold open while an exec runs, see proto.Exec.Keep
+	ID      string
+	PodID   string
+	Process *specs.Process      // template for execs
+	Runtime *ociruntime.Runtime // nil: libcontainer
+	Cgroup  string              // cgroupsPath of the runtime-spec
+	Running bool
+	Keep    []*os.File // to hold open while an exec runs, see proto.Exec.Keep
+
+	copying.Target // its own streams
 }
 
 func (c ContainerTarget) String() string { return "container " + c.ID }
@@ -90,16 +90,11 @@ func New(targets Targets, launchers *shim.Launchers, node state.Node, limits Lim
 // spareDescriptors returns ResourceExhausted if another session would use descriptors that are
 // reserved for CRI and the daemon.
 func spareDescriptors() error {
-	quota, err := NewFDQuota()
+	quota, err := copying.NewFDQuota()
 	if err != nil {
 		return err
 	}
 	return quota.Check()
-}
-
-// sessions returns a runner whose goroutines belong to the Operations.
-func (s *Service) sessions() runner {
-	return runner{Launchers: s.launchers, dials: s.dials, outputs: s.outputs, Spawn: s.tasks.Operations.Spawn}
 }
 
 // ExecSync runs a command in a container and returns its output and exit code. timeout limits the
@@ -131,7 +126,7 @@ func (s *Service) ExecSync(ctx context.Context, id string, command []string, tim
 		end = func(what, object string) func() { return s.tasks.BeginUpTo(timeout, what, object) }
 	}
 	defer end("end of exec", c.String())()
-	result, err := s.sessions().ExecSync(ctx, s.execRequest(c, Command{Args: command}))
+	result, err := s.run(ctx, s.execRequest(c, Command{Args: command}))
 	if timeout > 0 && errors.Is(err, context.DeadlineExceeded) {
 		return nil, errdefs.DeadlineExceeded("exec in container %s: %q did not end within %v", c.ID, command, timeout)
 	}
@@ -139,6 +134,51 @@ func (s *Service) ExecSync(ctx context.Context, id string, command []string, tim
 		return nil, fmt.Errorf("exec in container %s: %w", c.ID, err)
 	}
 	return result, nil
+}
+
+// Result is the result of ExecSync.
+type Result struct {
+	Stdout, Stderr []byte
+	ExitCode       int32
+}
+
+// run runs a command without a client and returns its output, up to MaxOutput. When all ExecSyncs
+// exceed their shared budget, it kills the command and returns ResourceExhausted.
+func (s *Service) run(ctx context.Context, request *proto.Exec) (*Result, error) {
+	output := newCapture(s.outputs)
+	defer output.release()
+	process, kept, err := s.start(ctx, request, false, true, true)
+	if err != nil {
+		return nil, err
+	}
+	spawn := copying.Spawn(s.tasks.Operations.Spawn)
+	code, err := spawn.Exec(ctx, process, kept, copying.IO{Stdout: output.writer(0), Stderr: output.writer(1)})
+	if err != nil {
+		return nil, err
+	}
+	stdout, stderr := output.kept()
+	return &Result{ExitCode: code, Stdout: stdout, Stderr: stderr}, nil
+}
+
+// start starts a command with the streams that are wanted. The caller owns the process and the kept
+// ends of its pipes.
+func (s *Service) start(ctx context.Context, request *proto.Exec, stdin, stdout, stderr bool) (
+	*shim.Exec, copying.Pipes, error) {
+	if request.Process.Terminal {
+		stdin, stdout, stderr = false, false, false
+	}
+	theirs, kept, err := copying.OpenPipes(stdin, stdout, stderr)
+	if err != nil {
+		return nil, kept, err
+	}
+	defer theirs.Close() // otherwise neither side would see that the other has closed the pipe
+	request.Stdin, request.Stdout, request.Stderr = theirs[0], theirs[1], theirs[2]
+	process, err := s.launchers.Exec(ctx, request)
+	if err != nil {
+		kept.Close()
+		return nil, kept, err
+	}
+	return process, kept, nil
 }
 
 func (s *Service) execRequest(c ContainerTarget, command Command) *proto.Exec {
@@ -188,39 +228,38 @@ func (s *Service) runningContainer(what, id string) (ContainerTarget, error) {
 	return c, nil
 }
 
-// Exec runs a command in a container, connected to a client, and returns its exit code. The code is
-// 128+signal if a signal killed the command. With Terminal the command gets a terminal, and Stdout
-// its output. Otherwise the end of Stdin closes the command's stdin.
+// StartExec starts a command in a container for a client's session. The session's process connects
+// the client, and kills the command when the client disconnects. (containerd and CRI-O let it run
+// until the container ends, although no client can reach it again. A command that must outlive its
+// client can be started in the background.) With Terminal the command has a console, and otherwise
+// the streams that are wanted.
 //
-// The session ends with the command's exit, as in ExecSync. When ctx ends because the client
-// disconnected, or when Stdout or Stderr fails, Exec kills the command and everything it started.
-// (containerd and CRI-O let it run until the container ends, although no client can reach it again.
-// A command that must outlive its client can be started in the background.)
+// The caller owns the process and the kept ends of its pipes, and calls release after the session.
 //
 // Errors: NotFound. FailedPrecondition if the container is not running. InvalidArgument for an
 // empty command or impossible options.
-func (s *Service) Exec(ctx context.Context, id string, command Command, client IO) (int32, error) {
+func (s *Service) StartExec(ctx context.Context, id string, command Command, stdin, stdout, stderr bool) (
+	process *shim.Exec, kept copying.Pipes, release func(), err error) {
 	c, err := s.execTarget(id, command.Args)
 	if err != nil {
-		return 0, err
+		return nil, kept, nil, err
 	}
 	if err := command.Options.Check(); err != nil {
-		return 0, fmt.Errorf("exec in container %s: %w", c.ID, err)
+		return nil, kept, nil, fmt.Errorf("exec in container %s: %w", c.ID, err)
 	}
-	release, err := s.takeSession(c)
+	release, err = s.beginExec(c, limited)
 	if err != nil {
-		return 0, err
+		return nil, kept, nil, err
 	}
-	defer release()
-	if err := s.holds.check(c.String()); err != nil {
-		return 0, fmt.Errorf("exec in container %s: %w", c.ID, err)
+	err = s.holds.check(c.String())
+	if err == nil {
+		process, kept, err = s.start(ctx, s.execRequest(c, command), stdin, stdout, stderr)
 	}
-	defer s.tasks.BeginOpen("end of exec", c.String())()
-	code, err := s.sessions().Exec(ctx, s.execRequest(c, command), client)
 	if err != nil {
-		return 0, fmt.Errorf("exec in container %s: %w", c.ID, err)
+		release()
+		return nil, kept, nil, fmt.Errorf("exec in container %s: %w", c.ID, err)
 	}
-	return code, nil
+	return process, kept, release, nil
 }
 
 // CheckAttach reports whether Attach would find its container, and returns the full ID. Errors: as
@@ -245,39 +284,33 @@ func (s *Service) attachTarget(id string, terminal bool) (ContainerTarget, error
 	return c, nil
 }
 
-// Attach connects a client to a running container's own input and output until the container or ctx
-// ends. terminal must match the container's config. Stdin is ignored if the container was created
-// without stdin, as in containerd and CRI-O. If the container was created with StdinOnce and
-// without a terminal, the end of Stdin closes the container's stdin. Otherwise it ends the session,
-// and the container's stdin stays open.
+// OpenAttach connects to a running container's own input and output, for a client's session.
+// terminal must match the container's config. Stdin is ignored if the container was created without
+// stdin, as in containerd and CRI-O. Without any stream the connection is nil.
 //
-// The error is NotFound, FailedPrecondition if the container is not running, InvalidArgument if
-// terminal does not match, or Aborted if output is missing.
-func (s *Service) Attach(ctx context.Context, id string, terminal bool, client IO) error {
+// The caller owns the connection, and calls release after the session. The error is NotFound,
+// FailedPrecondition if the container is not running, or InvalidArgument if terminal does not match.
+func (s *Service) OpenAttach(ctx context.Context, id string, terminal, stdin, stdout, stderr bool) (
+	conn *running.Attached, target copying.Target, release func(), err error) {
 	c, err := s.attachTarget(id, terminal)
 	if err != nil {
-		return err
+		return nil, target, nil, err
 	}
-	release, err := s.attached.take(c.pod().String())
+	release, err = s.beginAttach(c, limited)
 	if err != nil {
-		return err
+		return nil, target, nil, err
 	}
-	defer release()
 	if terminal {
-		left, err := s.terminals.take(c.String())
-		if err != nil {
-			return err
-		}
-		defer left()
-		if err := s.holds.check(c.String()); err != nil {
-			return fmt.Errorf("attach to container %s: %w", c.ID, err)
-		}
+		err = s.holds.check(c.String())
 	}
-	defer s.tasks.BeginOpen("end of attached session", c.String())()
-	if err := s.sessions().Attach(ctx, shim.OpenMonitor(s.node.Shim(c.ID)), c, client); err != nil {
-		return fmt.Errorf("container %s: %w", c.ID, err)
+	if wants, any := c.Wants(stdin, stdout, stderr); any && err == nil {
+		conn, err = shim.OpenMonitor(s.node.Shim(c.ID)).OpenAttach(ctx, wants)
 	}
-	return nil
+	if err != nil {
+		release()
+		return nil, target, nil, fmt.Errorf("container %s: %w", c.ID, err)
+	}
+	return conn, c.Target, release, nil
 }
 
 // CheckPortForward reports whether PortForward would find its pod, and returns the full ID. Errors:
@@ -301,36 +334,32 @@ func (s *Service) forwardTarget(podID string) (PodTarget, error) {
 	return pod, nil
 }
 
-// PortForward connects a client to a TCP port on the localhost of a pod, IPv4 first. It returns
-// when both sides have ended, one of them fails, or ctx ends. Each side may close its direction and
-// continue in the other. Closing stream closes the direction to the client.
-//
-// After a failure PortForward does not wait for a pending Read from stream. The caller closes
-// stream.
+// DialPort connects to a TCP port on the localhost of a pod, IPv4 first, for a client's session. The
+// caller owns the connection, and calls release after the session.
 //
 // Errors: NotFound; InvalidArgument for an invalid port; Unavailable if the port refuses the
 // connection. FailedPrecondition if the pod is not ready, or the host cannot reach its localhost.
-func (s *Service) PortForward(ctx context.Context, podID string, port int32, stream io.ReadWriteCloser) error {
+func (s *Service) DialPort(ctx context.Context, podID string, port int32) (
+	conn *net.TCPConn, release func(), err error) {
 	pod, err := s.forwardTarget(podID)
 	if err != nil {
-		return err
+		return nil, nil, err
 	}
 	if port < 1 || port > 65535 {
-		return errdefs.InvalidArgument("forward a port of pod sandbox %s: invalid port %d", pod.ID, port)
+		return nil, nil, errdefs.InvalidArgument("forward a port of pod sandbox %s: invalid port %d", pod.ID, port)
 	}
-	release, err := s.attached.take(pod.String())
+	release, err = s.beginForward(pod, limited)
 	if err != nil {
-		return err
+		return nil, nil, err
 	}
-	defer release()
-	defer s.tasks.BeginOpen("end of forwarded connection", pod.String())()
-	err = s.sessions().Forward(ctx, pod.ID, pod.NetNS, uint16(port), stream)
+	conn, err = s.dials.dial(ctx, pod.ID, pod.NetNS, uint16(port))
+	if err == nil {
+		return conn, release, nil
+	}
+	release()
 	if pod.Sandboxed && errors.Is(err, unix.ECONNREFUSED) {
-		return errdefs.FailedPrecondition(
+		return nil, nil, errdefs.FailedPrecondition(
 			"forward port %d of pod sandbox %s: the host cannot reach the localhost inside its runtime's sandbox", port, pod.ID)
 	}
-	if err != nil {
-		return fmt.Errorf("forward port %d of pod sandbox %s: %w", port, pod.ID, err)
-	}
-	return nil
+	return nil, nil, fmt.Errorf("forward port %d of pod sandbox %s: %w", port, pod.ID, err)
 }

@@ -12,6 +12,7 @@ import (
 	"berth/internal/task"
 	"berth/internal/testutil"
 	"berth/sandbox/state"
+	"berth/sandbox/stream/copying"
 )
 
 // targets holds containers and pods by full ID.
@@ -38,18 +39,33 @@ func (t targets) StreamPod(id string) (PodTarget, error) {
 
 var (
 	testLimits = Limits{Execs: 10, ExecsPerContainer: 3, Sessions: 4}
-	noClient   IO
 )
 
 func testStreams() *Service {
 	return New(targets{
 		containers: map[string]ContainerTarget{
 			"runs":     {ID: "runs-with-a-longer-id", PodID: "ready-with-a-longer-id", Running: true},
-			"terminal": {ID: "terminal-with-a-longer-id", Running: true, Terminal: true},
+			"terminal": {ID: "terminal-with-a-longer-id", Running: true, Target: copying.Target{Terminal: true}},
 			"ended":    {ID: "ended-with-a-longer-id"},
 		},
 		pods: map[string]PodTarget{"sandboxed": {ID: "sandboxed-with-a-longer-id", Ready: true, Sandboxed: true}, "ready": {ID: "ready-with-a-longer-id", Ready: true}, "stopped": {ID: "stopped-with-a-longer-id"}},
 	}, nil, state.Node{}, testLimits, task.NewRunner(slog.New(slog.DiscardHandler), nil))
+}
+
+// start, attach and forward begin a session that must fail.
+func start(t *testing.T, s *Service) error {
+	_, _, _, err := s.StartExec(t.Context(), "runs", Command{Args: []string{"true"}}, false, true, true)
+	return err
+}
+
+func attach(t *testing.T, s *Service) error {
+	_, _, _, err := s.OpenAttach(t.Context(), "runs", false, false, true, true)
+	return err
+}
+
+func forward(t *testing.T, s *Service, pod string, port int32) error {
+	_, _, err := s.DialPort(t.Context(), pod, port)
+	return err
 }
 
 // The Check methods refuse impossible sessions and return full IDs for the others.
@@ -101,7 +117,7 @@ func TestInvalidPortIsRefused(t *testing.T) {
 	t.Parallel()
 	for _, port := range []int32{-1, 0, 65536} {
 		t.Run(strconv.Itoa(int(port)), func(t *testing.T) {
-			if err := testStreams().PortForward(t.Context(), "ready", port, nil); errdefs.Code(err) != codes.InvalidArgument {
+			if err := forward(t, testStreams(), "ready", port); errdefs.Code(err) != codes.InvalidArgument {
 				t.Errorf("%v, want InvalidArgument", err)
 			}
 		})
@@ -123,7 +139,7 @@ func TestForwardToClosedPort(t *testing.T) {
 	port := closedPort(t)
 	for pod, want := range map[string]codes.Code{"ready": codes.Unavailable, "sandboxed": codes.FailedPrecondition} {
 		t.Run(pod, func(t *testing.T) {
-			if err := s.PortForward(t.Context(), pod, port, nil); errdefs.Code(err) != want {
+			if err := forward(t, s, pod, port); errdefs.Code(err) != want {
 				t.Errorf("%v, want %v", err, want)
 			}
 		})

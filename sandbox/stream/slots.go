@@ -24,18 +24,77 @@ func (l Limits) podSessions() int { return max(1, l.Sessions/2) }
 // reserved for probes and hooks, which would fail without a slot.
 func (l Limits) execSessions() int { return l.Execs - l.Execs/4 }
 
-// takeSession takes the slots of an exec with a client.
-func (s *Service) takeSession(c ContainerTarget) (release func(), err error) {
-	releaseSession, err := s.connected.take(c.String())
-	if err != nil {
-		return nil, err
+// claim is a slot that a session takes.
+type claim struct {
+	*slots
+	object string
+}
+
+// taker takes the slot of a claim: limited or resumed.
+type taker func(claim) (release func(), err error)
+
+// limited refuses a slot beyond the limits.
+func limited(c claim) (release func(), err error) { return c.take(c.object) }
+
+// resumed takes the slot of a session that an earlier daemon has begun.
+func resumed(c claim) (release func(), err error) { return c.add(c.object), nil }
+
+// begin takes the slots of a session, or none, and records the wait for its end.
+func (s *Service) begin(what, object string, take taker, claims ...claim) (release func(), err error) {
+	var taken []func()
+	release = func() {
+		for _, r := range taken {
+			r()
+		}
 	}
-	releaseExec, err := s.execs.take(c.String())
-	if err != nil {
-		releaseSession()
-		return nil, err
+	for _, c := range claims {
+		r, err := take(c)
+		if err != nil {
+			release()
+			return nil, err
+		}
+		taken = append(taken, r)
 	}
-	return func() { releaseExec(); releaseSession() }, nil
+	taken = append(taken, s.tasks.BeginOpen(what, object))
+	return release, nil
+}
+
+// beginExec begins an exec with a client.
+func (s *Service) beginExec(c ContainerTarget, take taker) (release func(), err error) {
+	return s.begin("end of exec", c.String(), take, claim{s.connected, c.String()}, claim{s.execs, c.String()})
+}
+
+// beginAttach begins the session of an attached client.
+func (s *Service) beginAttach(c ContainerTarget, take taker) (release func(), err error) {
+	claims := []claim{{s.attached, c.pod().String()}}
+	if c.Terminal {
+		claims = append(claims, claim{s.terminals, c.String()})
+	}
+	return s.begin("end of attached session", c.String(), take, claims...)
+}
+
+// beginForward begins a forwarded connection.
+func (s *Service) beginForward(pod PodTarget, take taker) (release func(), err error) {
+	return s.begin("end of forwarded connection", pod.String(), take, claim{s.attached, pod.String()})
+}
+
+// Resume counts a session of the kind "exec", "attach" or "portforward" that an earlier daemon has
+// begun, beside the limits, until release is called.
+func (s *Service) Resume(kind, id string) (release func()) {
+	if kind == "portforward" {
+		release, _ = s.beginForward(PodTarget{ID: id}, resumed) // resumed does not fail
+		return release
+	}
+	c, err := s.targets.StreamContainer(id)
+	if err != nil { // it was removed while no daemon ran
+		c = ContainerTarget{ID: id}
+	}
+	begin := s.beginAttach
+	if kind == "exec" {
+		begin = s.beginExec
+	}
+	release, _ = begin(c, resumed)
+	return release
 }
 
 // slots counts sessions. The lock guards the counts. It is held only while they are changed.
@@ -73,9 +132,21 @@ func (p *slots) take(object string) (release func(), err error) {
 		return nil, errdefs.New(codes.ResourceExhausted, "%s: its limit of %d %s is reached",
 			object, p.each[object], p.what)
 	}
+	return p.addLocked(object), nil
+}
+
+// add takes a slot beside the limits.
+func (p *slots) add(object string) (release func()) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.addLocked(object)
+}
+
+// +checklocks:p.mu
+func (p *slots) addLocked(object string) (release func()) {
 	p.taken++
 	p.each[object]++
-	return func() { p.release(object) }, nil
+	return func() { p.release(object) }
 }
 
 // count returns the number of taken slots of an object.

@@ -47,7 +47,7 @@ func TestSlots(t *testing.T) {
 func TestSessionsNeedSlots(t *testing.T) {
 	s := testStreams()
 	for range 2 * testLimits.Sessions { // each fails, because the port is closed
-		if err := s.PortForward(t.Context(), "ready", closedPort(t), nil); errdefs.Code(err) != codes.Unavailable {
+		if err := forward(t, s, "ready", closedPort(t)); errdefs.Code(err) != codes.Unavailable {
 			t.Fatal(err)
 		}
 	}
@@ -64,9 +64,9 @@ func TestSessionsNeedSlots(t *testing.T) {
 		}
 	}
 	_, exec := s.ExecSync(t.Context(), "runs", []string{"true"}, 0)
-	_, session := s.Exec(t.Context(), "runs", Command{Args: []string{"true"}}, noClient)
-	for name, err := range map[string]error{"ExecSync": exec, "Exec": session, "Attach": s.Attach(t.Context(), "runs", false, noClient),
-		"PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
+	session := start(t, s)
+	for name, err := range map[string]error{"ExecSync": exec, "Exec": session, "Attach": attach(t, s),
+		"PortForward": forward(t, s, "ready", 1)} {
 		t.Run(name, func(t *testing.T) {
 			if errdefs.Code(err) != codes.ResourceExhausted {
 				t.Error(err)
@@ -83,14 +83,14 @@ func TestSessionsLeaveSlotsForOtherPods(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for name, err := range map[string]error{"Attach": s.Attach(t.Context(), "runs", false, noClient), "PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
+	for name, err := range map[string]error{"Attach": attach(t, s), "PortForward": forward(t, s, "ready", 1)} {
 		t.Run(name, func(t *testing.T) {
 			if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "pod ready-with-a-longer-id: its limit of 2") {
 				t.Error(err)
 			}
 		})
 	}
-	if err := s.PortForward(t.Context(), "sandboxed", closedPort(t), nil); errdefs.Code(err) == codes.ResourceExhausted {
+	if err := forward(t, s, "sandboxed", closedPort(t)); errdefs.Code(err) == codes.ResourceExhausted {
 		t.Errorf("another pod: %v", err)
 	}
 	if got := (Limits{Sessions: 1}).podSessions(); got != 1 {
@@ -109,10 +109,11 @@ func TestSessionsLeaveSlotsForProbes(t *testing.T) {
 		}
 		return err
 	}
+	session := func(c ContainerTarget) (func(), error) { return s.beginExec(c, limited) }
 	probe := func(c ContainerTarget) (func(), error) { return s.execs.take(c.String()) }
 	sessions := 0
 	for id := 'a'; ; id++ { // one per container
-		if err := take(s.takeSession, string(id)); err != nil {
+		if err := take(session, string(id)); err != nil {
 			if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "exec sessions") {
 				t.Error(err)
 			}
@@ -133,7 +134,7 @@ func TestSessionsLeaveSlotsForProbes(t *testing.T) {
 	}
 	releases[0]()
 	testutil.Must(t, take(probe, "other"))
-	if err := take(s.takeSession, "other"); errdefs.Code(err) != codes.ResourceExhausted { // and the session's slot is released
+	if err := take(session, "other"); errdefs.Code(err) != codes.ResourceExhausted { // and the session's slot is released
 		t.Errorf("session without a slot for its exec: %v", err)
 	}
 	for _, release := range releases[1:] {
@@ -151,8 +152,8 @@ func TestSessionsNeedSpareDescriptors(t *testing.T) {
 	none := errdefs.New(codes.ResourceExhausted, "no spare descriptors")
 	s.connected.spare = func() error { return none }
 	s.attached.spare = s.connected.spare
-	_, exec := s.Exec(t.Context(), "runs", Command{Args: []string{"true"}}, noClient)
-	for name, err := range map[string]error{"Exec": exec, "Attach": s.Attach(t.Context(), "runs", false, noClient), "PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
+	exec := start(t, s)
+	for name, err := range map[string]error{"Exec": exec, "Attach": attach(t, s), "PortForward": forward(t, s, "ready", 1)} {
 		t.Run(name, func(t *testing.T) {
 			if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "no spare descriptors") {
 				t.Error(err)
@@ -161,5 +162,28 @@ func TestSessionsNeedSpareDescriptors(t *testing.T) {
 	}
 	if s.execs.taken+s.connected.taken+s.attached.taken != 0 {
 		t.Error("slots are taken")
+	}
+}
+
+// A session that an earlier daemon has begun counts, also beyond the limits.
+func TestResumedSessionsCount(t *testing.T) {
+	t.Parallel()
+	s := testStreams()
+	var releases []func()
+	for _, kind := range []string{"exec", "attach", "portforward"} {
+		for range 2 * testLimits.Execs {
+			releases = append(releases, s.Resume(kind, "runs"))
+		}
+	}
+	for name, err := range map[string]error{"Exec": start(t, s), "Attach": attach(t, s)} {
+		if errdefs.Code(err) != codes.ResourceExhausted {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	for _, release := range releases {
+		release()
+	}
+	if s.execs.taken+s.connected.taken+s.attached.taken != 0 {
+		t.Error("slots are left")
 	}
 }

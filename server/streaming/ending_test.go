@@ -23,7 +23,7 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 
 	"berth/internal/testutil"
-	"berth/sandbox/stream"
+	"berth/sandbox/stream/copying"
 )
 
 // link is a TCP proxy between a client and a server. It can stop reading from the server, as a slow
@@ -192,7 +192,7 @@ func (r *reader) Write(p []byte) (int, error) {
 }
 
 // zeros writes n bytes to each stream, as a command does, and then fails with code 7.
-func zeros(n int, s stream.IO) error {
+func zeros(n int, s copying.IO) error {
 	for _, to := range []io.Writer{s.Stdout, s.Stderr} {
 		if _, err := io.CopyN(to, repeated(0), int64(n)); err != nil {
 			return err
@@ -213,7 +213,7 @@ type ending struct {
 
 func (e ending) run(t *testing.T) {
 	returned := make(chan struct{})
-	s := serving(t, doing{exec: func(ctx context.Context, streams stream.IO) error {
+	s := serving(t, doing{exec: func(ctx context.Context, streams copying.IO) error {
 		defer close(returned)
 		return zeros(e.n, streams)
 	}})
@@ -287,7 +287,7 @@ func TestServerEndsSessions(t *testing.T) {
 			t.Run(protocol+" "+reason, func(t *testing.T) {
 				began := make(chan struct{})
 				s, err := Listen(Config{Address: "127.0.0.1:0", IdleTimeout: idle, Log: slog.New(slog.DiscardHandler)},
-					doing{exec: func(ctx context.Context, s stream.IO) error {
+					doing{exec: func(ctx context.Context, s copying.IO) error {
 						select {
 						case began <- struct{}{}:
 							<-ctx.Done()
@@ -342,7 +342,7 @@ func waiting(t *testing.T, s *Server, n int) (clients []*spdyClient) {
 }
 
 func TestClientsThatStayAreLimited(t *testing.T) {
-	s := serving(t, doing{exec: func(context.Context, stream.IO) error { return nil }})
+	s := serving(t, doing{exec: func(context.Context, copying.IO) error { return nil }})
 	s.limits.waiting = 2
 	clients := waiting(t, s, 5)
 	for _, c := range clients[:3] {
@@ -361,7 +361,7 @@ func TestClientsThatStayAreLimited(t *testing.T) {
 }
 
 func TestSilentClientsAreGivenUp(t *testing.T) {
-	s := serving(t, doing{exec: func(context.Context, stream.IO) error { return nil }})
+	s := serving(t, doing{exec: func(context.Context, copying.IO) error { return nil }})
 	s.limits.silence = time.Millisecond
 	waiting(t, s, 1)[0].ended()
 }

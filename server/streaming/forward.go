@@ -13,26 +13,27 @@ import (
 
 	"github.com/moby/spdystream/spdy"
 	"golang.org/x/sys/unix"
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"k8s.io/cri-streaming/pkg/streaming/portforward"
 	"k8s.io/streaming/pkg/httpstream"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
+
+	"berth/server/sessions/wire"
 )
 
 // pairTimeout bounds the time between the two streams of a forwarded connection. The library waits
 // that long even if the client has disconnected.
 const pairTimeout = 10 * time.Second
 
-func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, req *runtimeapi.PortForwardRequest) {
-	f := &forwarder{ctx: r.Context(), runtime: s.runtime, pod: req.GetPodSandboxId(), log: s.cfg.Log}
+func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, session wire.Session) {
+	f := &forwarder{ctx: r.Context(), runtime: s.runtime, session: session, log: s.cfg.Log}
 	if wsstream.IsWebSocketRequest(r) {
-		f.channels = len(req.GetPort())
+		f.channels = len(session.Ports)
 		w = s.guardWebSocket(w, &f.ending)
 	} else {
 		w = s.guardSPDY(w, func(string) streamRules { return forwardRules() }, &f.guard)
 		defer context.AfterFunc(r.Context(), f.stop)()
 	}
-	portforward.ServePortForward(w, r, f, f.pod, "", &portforward.V4Options{Ports: req.GetPort()}, 0,
+	portforward.ServePortForward(w, r, f, session.ID, "", &portforward.V4Options{Ports: session.Ports}, 0,
 		min(s.streamsTimeout, pairTimeout), portforward.SupportedProtocols)
 	if f.ending.Load() {
 		s.awaitClient(r, nil)
@@ -44,7 +45,7 @@ func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, req *r
 type forwarder struct {
 	ctx     context.Context
 	runtime Runtime
-	pod     string
+	session wire.Session
 	log     *slog.Logger
 	guard   atomic.Pointer[spdyGuard] // of a SPDY session; set before its first stream
 	ending  atomic.Bool               // all channels of a WebSocket session have ended
@@ -65,7 +66,7 @@ func (f *forwarder) PortForward(_ context.Context, _, _ string, port int32, stre
 		return f.forwardSPDY(port, s, full)
 	}
 	client := &forwardClient{ReadWriteCloser: stream, f: f}
-	err := f.runtime.PortForward(f.ctx, f.pod, port, client)
+	err := f.runtime.PortForward(f.ctx, f.session, port, client)
 	if client.left.Load() {
 		return nil
 	}
@@ -83,7 +84,7 @@ func (f *forwarder) forwardSPDY(port int32, s httpstream.Stream, full bool) erro
 	client := &forwardClient{ReadWriteCloser: s, f: f}
 	err := errFull
 	if !full {
-		err = f.runtime.PortForward(ctx, f.pod, port, client)
+		err = f.runtime.PortForward(ctx, f.session, port, client)
 	}
 	switch {
 	case client.left.Load(), ctx.Err() != nil && f.ctx.Err() == nil:
@@ -91,7 +92,7 @@ func (f *forwarder) forwardSPDY(port int32, s httpstream.Stream, full bool) erro
 	case err != nil && f.ctx.Err() != nil:
 		err = context.Cause(f.ctx)
 	case err != nil && (f.worked.Load() || errors.Is(err, unix.ECONNRESET)): // a reset may precede any use of the client
-		f.log.Info("a forwarded connection ended with an error", "pod", f.pod, "port", port, "err", err)
+		f.log.Info("a forwarded connection ended with an error", "pod", f.session.ID, "port", port, "err", err)
 		err = nil
 	}
 	if err != nil {

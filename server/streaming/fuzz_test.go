@@ -20,7 +20,8 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 
 	"berth/internal/testutil"
-	"berth/sandbox/stream"
+	"berth/sandbox/stream/copying"
+	"berth/server/sessions/wire"
 )
 
 // counted runs sessions that accept any input, and counts them.
@@ -29,7 +30,7 @@ type counted struct {
 	badPort  atomic.Int32
 }
 
-func (c *counted) Exec(_ context.Context, _ string, _ stream.Command, s stream.IO) (int32, error) {
+func (c *counted) Exec(_ context.Context, _ wire.Session, s copying.IO) (int32, error) {
 	c.sessions.Add(1)
 	if s.Stdin != nil {
 		_, _ = io.Copy(io.Discard, s.Stdin)
@@ -40,12 +41,12 @@ func (c *counted) Exec(_ context.Context, _ string, _ stream.Command, s stream.I
 	return 3, nil
 }
 
-func (c *counted) Attach(ctx context.Context, id string, terminal bool, s stream.IO) error {
-	_, err := c.Exec(ctx, id, stream.Command{Terminal: terminal}, s)
+func (c *counted) Attach(ctx context.Context, session wire.Session, s copying.IO) error {
+	_, err := c.Exec(ctx, session, s)
 	return err
 }
 
-func (c *counted) PortForward(_ context.Context, _ string, port int32, stream io.ReadWriteCloser) error {
+func (c *counted) PortForward(_ context.Context, _ wire.Session, port int32, stream io.ReadWriteCloser) error {
 	if port < 1 || port > 65535 {
 		c.badPort.Store(port)
 	}

@@ -3,17 +3,20 @@ package streaming
 import (
 	"bytes"
 	"container/list"
+	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
 
 	"berth/internal/lograte"
-	"berth/sandbox/stream"
+	"berth/sandbox/stream/copying"
 )
 
 const (
@@ -44,14 +47,14 @@ const (
 //     even if the server has not read the request. With TLS the request is not visible. Then
 //     silent connections are reset first, and the client must finish its handshake and its
 //     request in time
-//   - leaves descriptors for other uses (stream.FDQuota)
+//   - leaves descriptors for other uses (copying.FDQuota)
 //
 // The gate keeps listening while it does not accept. If it closed the port, another process could
 // take the port (SO_REUSEADDR) and receive tokens.
 type gate struct {
 	listener  *net.TCPListener
 	tokens    *tokens
-	quota     stream.FDQuota
+	quota     copying.FDQuota
 	most      int           // limit of the connections that have not shown a token
 	handshake time.Duration // handshakeTimeout with TLS; 0 otherwise, because the first data shows the token
 	log       *slog.Logger
@@ -59,6 +62,7 @@ type gate struct {
 
 	closed chan struct{}
 	close  sync.Once
+	given  atomic.Bool   // another process has the listener
 	wake   chan struct{} // signalled when a first token is offered
 
 	mu sync.Mutex // taken before tokens' lock
@@ -71,7 +75,7 @@ type gate struct {
 }
 
 func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.Logger) (*gate, error) {
-	quota, err := stream.NewFDQuota()
+	quota, err := copying.NewFDQuota()
 	if err != nil {
 		return nil, err
 	}
@@ -171,6 +175,10 @@ func (g *gate) Accept() (net.Conn, error) {
 			return nil, err
 		}
 		conn, err := g.listener.AcceptTCP()
+		if err != nil && g.given.Load() {
+			<-g.closed
+			return nil, net.ErrClosed
+		}
 		if err != nil {
 			return nil, err
 		}
@@ -327,7 +335,23 @@ func requested(data []byte) (kind, token string) {
 // Close implements net.Listener.
 func (g *gate) Close() error {
 	g.close.Do(func() { close(g.closed) })
+	if g.given.Load() {
+		return nil
+	}
 	return g.listener.Close()
+}
+
+// give returns the listener's socket for another process, and stops accepting.
+func (g *gate) give() (*os.File, error) {
+	f, err := g.listener.File()
+	if err != nil {
+		return nil, fmt.Errorf("give up the listener: %w", err)
+	}
+	g.given.Store(true)
+	if err := g.listener.Close(); err != nil {
+		return nil, errors.Join(fmt.Errorf("give up the listener: %w", err), f.Close())
+	}
+	return f, nil
 }
 
 // Addr implements net.Listener.

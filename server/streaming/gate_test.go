@@ -21,7 +21,8 @@ import (
 	"k8s.io/streaming/pkg/httpstream"
 
 	"berth/internal/testutil"
-	"berth/sandbox/stream"
+	"berth/sandbox/stream/copying"
+	"berth/server/sessions/wire"
 )
 
 func TestRequested(t *testing.T) {
@@ -94,7 +95,7 @@ func isTimeout(err error) bool {
 	return errors.As(err, &e) && e.Timeout()
 }
 
-func idle(_ context.Context, s stream.IO) error {
+func idle(_ context.Context, s copying.IO) error {
 	_, err := io.Copy(io.Discard, s.Stdin)
 	return err
 }
@@ -243,7 +244,7 @@ func TestUnreadRequestWithTokenIsKept(t *testing.T) {
 // clients.
 func TestTokenIsClaimedOnce(t *testing.T) {
 	var all tokens
-	token, err := all.add("exec", nothing)
+	token, err := all.add(wire.Session{Kind: wire.Exec})
 	testutil.Must(t, err)
 	if all.claim("attach", token) || all.claim("exec", "another") {
 		t.Error("another token was claimed")
@@ -265,7 +266,7 @@ func TestConnectionsLeaveDescriptors(t *testing.T) {
 	var all tokens
 	g, err := newGate(listener.(*net.TCPListener), &all, false, slog.New(slog.DiscardHandler))
 	testutil.Must(t, err)
-	if _, err := g.offer(func() (string, error) { return all.add("exec", nothing) }); err != nil {
+	if _, err := g.offer(func() (string, error) { return all.add(wire.Session{Kind: wire.Exec}) }); err != nil {
 		t.Fatal(err)
 	}
 	connect := func() (ours *connection, theirs net.Conn) {
@@ -277,7 +278,7 @@ func TestConnectionsLeaveDescriptors(t *testing.T) {
 		return g.admit(accepted), theirs
 	}
 	enough := g.quota
-	g.quota = stream.FDQuota{}
+	g.quota = copying.FDQuota{}
 	ours, theirs := connect()
 	if ours != nil {
 		t.Error("a reserved descriptor is used")

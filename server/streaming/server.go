@@ -16,8 +16,9 @@
 // client blocks its container for too long it gets an error (shim.Monitor.Attach).
 //
 // Any process of the node can connect. Connections are accepted only while a token is outstanding.
-// Connections that have no token are few and short, and cannot use up the daemon's descriptors
-// (gate.go).
+// Connections that have no token are few and short, and cannot use up the descriptors (gate.go).
+//
+// The program berth-stream serves the sessions, so the package links no gRPC.
 package streaming
 
 import (
@@ -32,21 +33,22 @@ import (
 	"net/http"
 	"net/netip"
 	"net/url"
+	"os"
 	"sync"
+	"sync/atomic"
 	"time"
 
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-
-	"berth/internal/errdefs"
-	"berth/sandbox/stream"
+	"berth/internal/coded"
+	"berth/sandbox/stream/copying"
+	"berth/server/sessions/wire"
 )
 
 // Runtime runs sessions. Package sandbox documents the contracts. PortForward uses stream only
 // after the port has accepted the connection.
 type Runtime interface {
-	Exec(ctx context.Context, id string, command stream.Command, s stream.IO) (int32, error)
-	Attach(ctx context.Context, id string, terminal bool, s stream.IO) error
-	PortForward(ctx context.Context, podID string, port int32, stream io.ReadWriteCloser) error
+	Exec(ctx context.Context, session wire.Session, s copying.IO) (int32, error)
+	Attach(ctx context.Context, session wire.Session, s copying.IO) error
+	PortForward(ctx context.Context, session wire.Session, port int32, stream io.ReadWriteCloser) error
 }
 
 // Config has the server's address and limits.
@@ -55,6 +57,9 @@ type Config struct {
 	TLS         *tls.Config   // nil: plain HTTP
 	IdleTimeout time.Duration // time after which a session with no traffic ends
 	Log         *slog.Logger
+
+	Listener net.Listener // of an earlier process; nil: Listen opens Address
+	Tokens   []wire.Token // of an earlier process
 }
 
 const (
@@ -78,6 +83,7 @@ type Server struct {
 	hangups        *hangups
 	streamsTimeout time.Duration // the constant, shorter in tests
 	limits         endLimits     // of ending sessions
+	handling       atomic.Int32  // requests
 
 	mu sync.Mutex
 	// +checklocks:mu
@@ -86,17 +92,22 @@ type Server struct {
 	lingering list.List // of *session that wait for their clients' end, oldest first
 	// +checklocks:mu
 	closed  bool
-	running sync.WaitGroup // handlers; grows under mu, until closed
+	running sync.WaitGroup // handlers of sessions; grows under mu, until closed
 }
 
 // Listen opens the port and returns a server. The caller must call Serve.
 func Listen(cfg Config, runtime Runtime) (*Server, error) {
-	listener, err := net.Listen("tcp", cfg.Address)
-	if err != nil {
-		return nil, fmt.Errorf("serve streaming sessions: %w", err)
+	listener := cfg.Listener
+	if listener == nil {
+		var err error
+		if listener, err = net.Listen("tcp", cfg.Address); err != nil {
+			return nil, fmt.Errorf("serve streaming sessions: %w", err)
+		}
 	}
 	s := &Server{cfg: cfg, runtime: runtime, streamsTimeout: streamsTimeout, limits: defaultEndLimits,
 		sessions: map[*connection]*session{}}
+	s.tokens.restore(cfg.Tokens)
+	var err error
 	s.gate, err = newGate(listener.(*net.TCPListener), &s.tokens, cfg.TLS != nil, cfg.Log)
 	if err == nil {
 		s.hangups, err = watchHangups()
@@ -190,7 +201,9 @@ func closing(h http.Handler) http.Handler {
 
 // serve handles one connection, which is the session of its token.
 func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
-	serve, ok := s.tokens.take(r.PathValue("kind"), r.PathValue("token"))
+	s.handling.Add(1)
+	defer s.handling.Add(-1)
+	x, ok := s.tokens.take(r.PathValue("kind"), r.PathValue("token"))
 	if !ok {
 		http.NotFound(w, r)
 		return
@@ -204,40 +217,38 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	defer s.end(session)
-	serve(w, r.WithContext(session.ctx))
+	serve := map[string]func(http.ResponseWriter, *http.Request, wire.Session){
+		wire.Exec: s.serveExec, wire.Attach: s.serveAttach, wire.PortForward: s.servePortForward,
+	}[x.Kind]
+	serve(w, r.WithContext(session.ctx), x)
 }
 
-// Exec returns the URL of a session that runs a command. The caller has checked the request. The
-// error is ResourceExhausted if too many URLs are unused.
-func (s *Server) Exec(req *runtimeapi.ExecRequest) (string, error) {
-	return s.ExecWith(req, stream.ExecOptions{})
-}
-
-// ExecWith is Exec with options that CRI lacks.
-func (s *Server) ExecWith(req *runtimeapi.ExecRequest, options stream.ExecOptions) (string, error) {
-	return s.offer("exec", func(w http.ResponseWriter, r *http.Request) { s.serveExec(w, r, req, options) })
-}
-
-// Attach returns the URL of a session that attaches to a container. It has the errors of Exec.
-func (s *Server) Attach(req *runtimeapi.AttachRequest) (string, error) {
-	return s.offer("attach", func(w http.ResponseWriter, r *http.Request) { s.serveAttach(w, r, req) })
-}
-
-// PortForward returns the URL of a session that forwards ports. It returns the errors of Exec, and
-// InvalidArgument for too many ports. In a WebSocket each port needs two channels, and channel
-// numbers are bytes.
-func (s *Server) PortForward(req *runtimeapi.PortForwardRequest) (string, error) {
-	if n := len(req.GetPort()); n > maxForwards {
-		return "", errdefs.InvalidArgument("forward %d ports of pod sandbox %s: %d is the limit",
-			n, req.GetPodSandboxId(), maxForwards)
+// Offer returns the URL of a session that a client may begin. The caller has checked the request.
+// The error is ResourceExhausted if too many URLs are unused, and InvalidArgument for too many
+// ports. In a WebSocket each port needs two channels, and channel numbers are bytes.
+func (s *Server) Offer(session wire.Session) (string, error) {
+	if n := len(session.Ports); n > maxForwards {
+		return "", coded.Errorf(coded.InvalidArgument, "forward %d ports of pod sandbox %s: %d is the limit",
+			n, session.ID, maxForwards)
 	}
-	return s.offer("portforward", func(w http.ResponseWriter, r *http.Request) { s.servePortForward(w, r, req) })
-}
-
-func (s *Server) offer(kind string, serve http.HandlerFunc) (string, error) {
-	token, err := s.gate.offer(func() (string, error) { return s.tokens.add(kind, serve) })
+	token, err := s.gate.offer(func() (string, error) { return s.tokens.add(session) })
 	if err != nil {
 		return "", err
 	}
-	return s.base.JoinPath(kind, token).String(), nil
+	return s.base.JoinPath(session.Kind, token).String(), nil
+}
+
+// HandOver returns the listener and the unused tokens, for another process. The server continues
+// its sessions, and those of connections that it has accepted.
+func (s *Server) HandOver() (listener *os.File, unused []wire.Token, err error) {
+	listener, err = s.gate.give()
+	return listener, s.tokens.takeAll(), err
+}
+
+// Offers reports whether a URL is unused.
+func (s *Server) Offers() bool { return s.tokens.outstanding(time.Now()) }
+
+// Idle reports whether the server has no session and no unused URL.
+func (s *Server) Idle() bool {
+	return !s.gate.open() && s.handling.Load() == 0
 }

@@ -9,28 +9,20 @@ import (
 	"sync/atomic"
 	"time"
 
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 	utilexec "k8s.io/utils/exec"
 
-	"berth/sandbox/stream"
+	"berth/sandbox/stream/copying"
+	"berth/server/sessions/wire"
 )
 
 // killedCode is the exit code of a command that was killed at the end of its session.
 const killedCode = 128 + 9
 
-func (s *Server) serveExec(w http.ResponseWriter, r *http.Request, req *runtimeapi.ExecRequest,
-	execOptions stream.ExecOptions) {
-	command := stream.Command{Args: req.GetCmd(), Terminal: req.GetTty(), Options: execOptions}
-	options := remotecommand.Options{
-		Stdin:  req.GetStdin(),
-		Stdout: req.GetStdout(),
-		Stderr: req.GetStderr(),
-		TTY:    req.GetTty(),
-	}
-	s.serveCommand(w, r, options, func(ctx context.Context, streams stream.IO) error {
-		code, err := s.runtime.Exec(ctx, req.GetContainerId(), command, streams)
+func (s *Server) serveExec(w http.ResponseWriter, r *http.Request, session wire.Session) {
+	s.serveCommand(w, r, session, func(ctx context.Context, streams copying.IO) error {
+		code, err := s.runtime.Exec(ctx, session, streams)
 		switch {
 		case ctx.Err() != nil:
 			return exitError(killedCode)
@@ -47,15 +39,9 @@ func exitError(code int) error {
 	return utilexec.CodeExitError{Err: errors.New("command terminated with a non-zero exit code"), Code: code}
 }
 
-func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtimeapi.AttachRequest) {
-	options := remotecommand.Options{
-		Stdin:  req.GetStdin(),
-		Stdout: req.GetStdout(),
-		Stderr: req.GetStderr(),
-		TTY:    req.GetTty(),
-	}
-	s.serveCommand(w, r, options, func(ctx context.Context, streams stream.IO) error {
-		err := s.runtime.Attach(ctx, req.GetContainerId(), req.GetTty(), streams)
+func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, session wire.Session) {
+	s.serveCommand(w, r, session, func(ctx context.Context, streams copying.IO) error {
+		err := s.runtime.Attach(ctx, session, streams)
 		switch cause := context.Cause(ctx); {
 		case errors.Is(cause, errGone): // no client to report to
 			return nil
@@ -67,8 +53,10 @@ func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtim
 }
 
 // serveCommand serves an exec or attach in the protocol that the client chose.
-func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options remotecommand.Options,
-	run func(context.Context, stream.IO) error) {
+func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, session wire.Session,
+	run func(context.Context, copying.IO) error) {
+	options := remotecommand.Options{Stdin: session.Stdin, Stdout: session.Stdout, Stderr: session.Stderr,
+		TTY: session.TTY}
 	c := &command{options: options, run: run}
 	defer c.sizes.Wait()
 	ctx, cancel := context.WithCancel(r.Context())
@@ -86,7 +74,7 @@ func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options re
 // command is the session of an exec or attach. It implements remotecommand.Executor and Attacher.
 type command struct {
 	options remotecommand.Options
-	run     func(context.Context, stream.IO) error
+	run     func(context.Context, copying.IO) error
 	sizes   sync.WaitGroup // goroutines that pass on terminal sizes, until the request's context ends
 }
 
@@ -94,7 +82,7 @@ type command struct {
 // session.
 func (c *command) ExecInContainer(ctx context.Context, _, _, _ string, _ []string, in io.Reader,
 	out, err io.WriteCloser, _ bool, resize <-chan remotecommand.TerminalSize, _ time.Duration) error {
-	var streams stream.IO
+	var streams copying.IO
 	// WebSocket opens all streams, even if they were not requested.
 	if c.options.Stdin {
 		streams.Stdin = in
@@ -118,13 +106,13 @@ func (c *command) AttachContainer(ctx context.Context, _, _, _ string, in io.Rea
 }
 
 // passSizes converts terminal sizes until ctx or the client's stream ends.
-func (c *command) passSizes(ctx context.Context, from <-chan remotecommand.TerminalSize) <-chan stream.TerminalSize {
-	to := make(chan stream.TerminalSize)
+func (c *command) passSizes(ctx context.Context, from <-chan remotecommand.TerminalSize) <-chan copying.TerminalSize {
+	to := make(chan copying.TerminalSize)
 	c.sizes.Go(func() {
 		defer close(to)
 		for size := range from {
 			select {
-			case to <- stream.TerminalSize{Width: size.Width, Height: size.Height}:
+			case to <- copying.TerminalSize{Width: size.Width, Height: size.Height}:
 			case <-ctx.Done():
 				return
 			}

@@ -14,13 +14,13 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 
 	"berth/internal/testutil"
-	"berth/sandbox/stream"
+	"berth/sandbox/stream/copying"
 )
 
 // An incomplete session ends at once when its client or the daemon ends, whatever the client's
 // timeout.
 func TestIncompleteSessionsEnd(t *testing.T) {
-	s := serving(t, doing{exec: func(context.Context, stream.IO) error {
+	s := serving(t, doing{exec: func(context.Context, copying.IO) error {
 		t.Error("it began")
 		return nil
 	}})
@@ -52,7 +52,7 @@ func TestStatusOfSessions(t *testing.T) {
 		{remotecommand.StreamProtocolV4Name, errors.New("no such thing"), "no such thing"},
 	} {
 		t.Run(c.protocol+" "+fmt.Sprint(c.err), func(t *testing.T) {
-			s := serving(t, doing{exec: func(context.Context, stream.IO) error { return c.err }})
+			s := serving(t, doing{exec: func(context.Context, copying.IO) error { return c.err }})
 			address, err := s.Attach(&runtimeapi.AttachRequest{Stdout: true})
 			testutil.Must(t, err)
 			client := s.spdyClient(t, address, c.protocol)

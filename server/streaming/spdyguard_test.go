@@ -25,26 +25,27 @@ import (
 	"k8s.io/streaming/pkg/httpstream"
 
 	"berth/internal/testutil"
-	"berth/sandbox/stream"
+	"berth/sandbox/stream/copying"
+	"berth/server/sessions/wire"
 )
 
 // doing is a Runtime that runs a test's function as each session.
 type doing struct {
-	exec    func(context.Context, stream.IO) error
+	exec    func(context.Context, copying.IO) error
 	forward func(context.Context, io.ReadWriteCloser) error
 
 	forwardPort func(context.Context, int32, io.ReadWriteCloser) error // instead of forward
 }
 
-func (d doing) Exec(ctx context.Context, _ string, _ stream.Command, s stream.IO) (int32, error) {
+func (d doing) Exec(ctx context.Context, _ wire.Session, s copying.IO) (int32, error) {
 	return 0, d.exec(ctx, s)
 }
 
-func (d doing) Attach(ctx context.Context, _ string, _ bool, s stream.IO) error {
+func (d doing) Attach(ctx context.Context, _ wire.Session, s copying.IO) error {
 	return d.exec(ctx, s)
 }
 
-func (d doing) PortForward(ctx context.Context, _ string, port int32, stream io.ReadWriteCloser) error {
+func (d doing) PortForward(ctx context.Context, _ wire.Session, port int32, stream io.ReadWriteCloser) error {
 	if d.forwardPort != nil {
 		return d.forwardPort(ctx, port, stream)
 	}
@@ -181,7 +182,7 @@ func TestLongDataFramesAreSplit(t *testing.T) {
 	_, _ = rand.Read(sent)
 	var got []byte
 	done := make(chan struct{})
-	s := serving(t, doing{exec: func(_ context.Context, streams stream.IO) error {
+	s := serving(t, doing{exec: func(_ context.Context, streams copying.IO) error {
 		defer close(done)
 		buffer := make([]byte, 2*len(sent))
 		for {
@@ -213,7 +214,7 @@ func TestSessionsWithOtherStreamsEnd(t *testing.T) {
 		"unrequested stream": {remotecommand.StreamTypeError, remotecommand.StreamTypeResize},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := serving(t, doing{exec: func(_ context.Context, streams stream.IO) error {
+			s := serving(t, doing{exec: func(_ context.Context, streams copying.IO) error {
 				_, err := io.Copy(io.Discard, streams.Stdin)
 				return err
 			}})

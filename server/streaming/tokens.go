@@ -2,13 +2,11 @@ package streaming
 
 import (
 	"crypto/rand"
-	"net/http"
 	"sync"
 	"time"
 
-	"google.golang.org/grpc/codes"
-
-	"berth/internal/errdefs"
+	"berth/internal/coded"
+	"berth/server/sessions/wire"
 )
 
 const (
@@ -27,14 +25,13 @@ type tokens struct {
 }
 
 type offer struct {
-	kind    string // path element of the URL
-	serve   http.HandlerFunc
+	session wire.Session
 	expires time.Time
 	claimed bool // a connection has shown the token
 }
 
 // add returns a new token, or ResourceExhausted if too many are unused.
-func (t *tokens) add(kind string, serve http.HandlerFunc) (string, error) {
+func (t *tokens) add(session wire.Session) (string, error) {
 	token := rand.Text() // 128 bits
 	now := time.Now()
 	t.mu.Lock()
@@ -44,24 +41,24 @@ func (t *tokens) add(kind string, serve http.HandlerFunc) (string, error) {
 	}
 	t.dropExpired(now)
 	if len(t.waiting) >= maxTokens {
-		return "", errdefs.New(codes.ResourceExhausted, "%s: %d URLs of sessions are unused, the limit is reached",
-			kind, maxTokens)
+		return "", coded.Errorf(coded.ResourceExhausted, "%s: %d URLs of sessions are unused, the limit is reached",
+			session.Kind, maxTokens)
 	}
-	t.waiting[token] = offer{kind: kind, serve: serve, expires: now.Add(tokenTime)}
+	t.waiting[token] = offer{session: session, expires: now.Add(tokenTime)}
 	return token, nil
 }
 
-// take removes a token and returns its handler.
-func (t *tokens) take(kind, token string) (http.HandlerFunc, bool) {
+// take removes a token and returns its session.
+func (t *tokens) take(kind, token string) (wire.Session, bool) {
 	now := time.Now()
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	o, ok := t.waiting[token]
 	if !ok {
-		return nil, false
+		return wire.Session{}, false
 	}
 	delete(t.waiting, token)
-	return o.serve, o.kind == kind && now.Before(o.expires)
+	return o.session, o.session.Kind == kind && now.Before(o.expires)
 }
 
 // claim reports whether a token is valid and was not claimed before. Only the first connection with
@@ -71,7 +68,7 @@ func (t *tokens) claim(kind, token string) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	o, ok := t.waiting[token]
-	if !ok || o.kind != kind || o.claimed || !now.Before(o.expires) {
+	if !ok || o.session.Kind != kind || o.claimed || !now.Before(o.expires) {
 		return false
 	}
 	o.claimed = true
@@ -99,5 +96,29 @@ func (t *tokens) dropExpired(now time.Time) {
 		if !now.Before(o.expires) {
 			delete(t.waiting, token)
 		}
+	}
+}
+
+// takeAll removes and returns the unused tokens that no connection has shown.
+func (t *tokens) takeAll() (all []wire.Token) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.dropExpired(time.Now())
+	for token, o := range t.waiting {
+		if !o.claimed {
+			all = append(all, wire.Token{Token: token, Session: o.session, Expires: o.expires})
+			delete(t.waiting, token)
+		}
+	}
+	return all
+}
+
+// restore adds the tokens of an earlier process.
+func (t *tokens) restore(all []wire.Token) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.waiting = map[string]offer{}
+	for _, x := range all {
+		t.waiting[x.Token] = offer{session: x.Session, expires: x.Expires}
 	}
 }

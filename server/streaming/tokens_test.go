@@ -1,7 +1,6 @@
 package streaming
 
 import (
-	"net/http"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -10,14 +9,13 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
+	"berth/server/sessions/wire"
 )
-
-func nothing(http.ResponseWriter, *http.Request) {}
 
 func TestTokenWorksOnceForItsKind(t *testing.T) {
 	t.Parallel()
 	var all tokens
-	token, err := all.add("exec", nothing)
+	token, err := all.add(wire.Session{Kind: wire.Exec})
 	testutil.Must(t, err)
 	if _, ok := all.take("exec", "another"); ok {
 		t.Error("an unknown token is valid")
@@ -28,7 +26,7 @@ func TestTokenWorksOnceForItsKind(t *testing.T) {
 	if _, ok := all.take("exec", token); ok {
 		t.Error("the token is valid twice")
 	}
-	token, err = all.add("exec", nothing)
+	token, err = all.add(wire.Session{Kind: wire.Exec})
 	testutil.Must(t, err)
 	if _, ok := all.take("attach", token); ok {
 		t.Error("the token is valid for another kind of session")
@@ -45,17 +43,17 @@ func TestTokensExpireAndAreLimited(t *testing.T) {
 		var last string
 		for range maxTokens {
 			var err error
-			last, err = all.add("exec", nothing)
+			last, err = all.add(wire.Session{Kind: wire.Exec})
 			testutil.Must(t, err)
 		}
-		if _, err := all.add("exec", nothing); errdefs.Code(err) != codes.ResourceExhausted {
+		if _, err := all.add(wire.Session{Kind: wire.Exec}); errdefs.Code(err) != codes.ResourceExhausted {
 			t.Errorf("beyond the limit: %v", err)
 		}
 		time.Sleep(tokenTime)
 		if _, ok := all.take("exec", last); ok {
 			t.Error("an expired token is valid")
 		}
-		if _, err := all.add("exec", nothing); err != nil {
+		if _, err := all.add(wire.Session{Kind: wire.Exec}); err != nil {
 			t.Errorf("expired tokens count: %v", err)
 		}
 		if len(all.waiting) != 1 {

@@ -23,7 +23,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
-	"berth/sandbox/stream"
+	"berth/sandbox/stream/copying"
 )
 
 // webSocketProtocols are all protocols over WebSocket.
@@ -86,7 +86,7 @@ func TestWebSocketProtocols(t *testing.T) {
 	failure := errors.New("no such thing")
 	for _, protocol := range webSocketProtocols {
 		for _, result := range []error{nil, failure} {
-			s := serving(t, doing{exec: func(_ context.Context, streams stream.IO) error {
+			s := serving(t, doing{exec: func(_ context.Context, streams copying.IO) error {
 				input := make([]byte, 5)
 				if _, err := io.ReadFull(streams.Stdin, input); err != nil {
 					return err
@@ -123,7 +123,7 @@ func TestWebSocketProtocols(t *testing.T) {
 func TestWebSocketFramesAreBounded(t *testing.T) {
 	for _, protocol := range webSocketProtocols {
 		got := make(chan int, 1)
-		s := serving(t, doing{exec: func(ctx context.Context, streams stream.IO) error {
+		s := serving(t, doing{exec: func(ctx context.Context, streams copying.IO) error {
 			n, _ := io.Copy(io.Discard, streams.Stdin)
 			got <- int(n)
 			<-ctx.Done()
@@ -230,7 +230,7 @@ func FuzzWebSocketGuard(f *testing.F) {
 // Sizes for a session without terminal do not block other channels.
 func TestSizesWithoutTerminal(t *testing.T) {
 	for _, protocol := range webSocketProtocols {
-		s := serving(t, doing{exec: func(_ context.Context, streams stream.IO) error {
+		s := serving(t, doing{exec: func(_ context.Context, streams copying.IO) error {
 			input := make([]byte, 5)
 			_, err := io.ReadFull(streams.Stdin, input)
 			return err

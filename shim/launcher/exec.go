@@ -86,11 +86,12 @@ func (l *launcher) serveExec(request *proto.Exec, files []*os.File) error {
 	code := exitCode(e.backend.wait())
 	// The listener is stopped before the reply, because the daemon sends its next request after the
 	// reply. All messages so far belong to this exec.
-	if err := stopListening(); err != nil {
-		return err
-	}
+	gone := stopListening()
 	failpoint.Reach("launcher.exec-ended")
 	e.removeCgroup()
+	if gone != nil {
+		return gone
+	}
 	err = l.reply(proto.Reply{Exited: &proto.Exited{Code: code}})
 	failpoint.Reach("launcher.exec-answered")
 	return err

@@ -195,6 +195,9 @@ func parseRights(oob []byte) ([]*os.File, error) {
 	return files, nil
 }
 
+// File returns a duplicate of the socket, to be sent to another process. Receive must have returned.
+func (c *Conn) File() (*os.File, error) { return c.unix.File() }
+
 // SetDeadline bounds Receive. The zero time removes the bound.
 func (c *Conn) SetDeadline(t time.Time) error { return c.unix.SetReadDeadline(t) }
 

@@ -239,6 +239,7 @@ func nodeOf(cfg *config.Config) (*nodecheck.Node, error) {
 	}
 	n.Shim, n.ShimError = node.FindShim(cfg.ShimPath)
 	n.Unpack, n.UnpackError = node.FindUnpack(cfg.UnpackPath)
+	n.Stream, n.StreamError = node.FindStream(cfg.StreamPath)
 	return n, nil
 }
 

@@ -24,7 +24,8 @@ import (
 	"berth/cmd/berth/client"
 	"berth/cmd/berth/client/clienttest"
 	"berth/internal/testutil"
-	"berth/sandbox/stream"
+	streams "berth/sandbox/stream/copying"
+	"berth/server/sessions/wire"
 	"berth/server/streaming"
 )
 
@@ -32,8 +33,8 @@ import (
 type commands struct{ streaming.Runtime }
 
 // Exec understands a few commands.
-func (commands) Exec(ctx context.Context, _ string, cmd stream.Command, s stream.IO) (int32, error) {
-	command, terminal := cmd.Args, cmd.Terminal
+func (commands) Exec(ctx context.Context, session wire.Session, s streams.IO) (int32, error) {
+	command, terminal := session.Command, session.TTY
 	switch command[0] {
 	case "cat":
 		if s.Stdin == nil {
@@ -57,6 +58,17 @@ func (commands) Exec(ctx context.Context, _ string, cmd stream.Command, s stream
 	return 0, errors.New("no such command: " + command[0])
 }
 
+// offering is a server that offers the sessions of requests.
+type offering struct{ *streaming.Server }
+
+func (o offering) Exec(r *runtimeapi.ExecRequest) (string, error) {
+	return o.Offer(wire.Session{Kind: wire.Exec, Command: r.Cmd, TTY: r.Tty, Stdin: r.Stdin, Stdout: r.Stdout, Stderr: r.Stderr})
+}
+
+func (o offering) Attach(r *runtimeapi.AttachRequest) (string, error) {
+	return o.Offer(wire.Session{Kind: wire.Attach, TTY: r.Tty, Stdin: r.Stdin, Stdout: r.Stdout, Stderr: r.Stderr})
+}
+
 // newSessions returns a console with a pod "web" whose container "app" has sessions.
 func newSessions(t *testing.T) *console {
 	t.Helper()
@@ -73,7 +85,7 @@ func newSessions(t *testing.T) *console {
 			t.Error(err)
 		}
 	})
-	c := newConsole(t, &clienttest.Server{Sessions: server})
+	c := newConsole(t, &clienttest.Server{Sessions: offering{server}})
 	c.detach("containers: [" + app("app") + "]")
 	return c
 }
@@ -189,7 +201,7 @@ func TestLostSessionFails(t *testing.T) {
 	running.Go(func() { _ = server.Serve(ctx) })
 	defer running.Wait()
 	defer cancel()
-	address, err := server.Exec(&runtimeapi.ExecRequest{Cmd: []string{"hang"}, Stdout: true})
+	address, err := offering{server}.Exec(&runtimeapi.ExecRequest{Cmd: []string{"hang"}, Stdout: true})
 	testutil.Must(t, err)
 	u, err := url.Parse(address)
 	testutil.Must(t, err)

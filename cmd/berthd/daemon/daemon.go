@@ -54,7 +54,7 @@ import (
 	"berth/sandbox/state"
 	"berth/sandbox/stream"
 	"berth/server"
-	"berth/server/streaming"
+	"berth/server/sessions"
 )
 
 // setUpProcess sets process attributes that must not depend on the parent process.
@@ -136,7 +136,7 @@ type parts struct {
 	plugins  *nri.Plugins     // nil: NRI is off
 	events   *server.EventLog // nil: offline
 	pods     *sandbox.Manager
-	sessions *streaming.Server
+	sessions *sessions.Sessions
 }
 
 // openParts opens the parts in the order of their dependencies.
@@ -160,7 +160,7 @@ func (a *assembly) openParts(ctx context.Context, n *node.Node, budget memory.Bu
 	if p.pods, err = a.openPods(ctx, n, p); err != nil {
 		return p, err
 	}
-	p.sessions, err = a.openSessions(p.pods)
+	p.sessions, err = a.openSessions(n, p.pods)
 	return p, err
 }
 
@@ -340,16 +340,6 @@ func (a *assembly) openPods(ctx context.Context, n *node.Node, p parts) (*sandbo
 		a.log.Error("collect unused layers, which stay until the next deletion", "error", err)
 	}
 	return pods, nil
-}
-
-// openSessions serves exec, attach and port-forward sessions. They end with the daemon.
-func (a *assembly) openSessions(pods *sandbox.Manager) (*streaming.Server, error) {
-	sessions, err := listenStreaming(a.cfg, namedSessions{pods, a.names}, a.log)
-	if err != nil {
-		return nil, err
-	}
-	a.closing.Add("end streaming sessions", a.shutdown.closer(serveStreaming(sessions, a.log)))
-	return sessions, nil
 }
 
 // listenForCadvisor listens on the socket for cAdvisor, early, because another runtime may own it.
@@ -568,7 +558,7 @@ func containerDefaults(cfg *config.Config) oci.Defaults {
 	}
 }
 
-func serverConfig(settings func() any, n *node.Node, network *cni.Network, sessions server.Sessions,
+func serverConfig(settings func() any, n *node.Node, network *cni.Network, streams server.Sessions,
 	tracing server.Tracing, waits *task.Waits) server.Config {
 	return server.Config{
 		Version:       version.Get(),
@@ -576,7 +566,7 @@ func serverConfig(settings func() any, n *node.Node, network *cni.Network, sessi
 		Settings:      settings,
 		Network:       network.Info,
 		PassedLimit:   waits.PassedLimit,
-		Sessions:      sessions,
+		Sessions:      streams,
 		Tracing:       tracing,
 	}
 }

@@ -46,6 +46,8 @@ type Node struct {
 	ShimError     error  // why it was not found
 	Unpack        string // path of berth-unpack; empty if not found
 	UnpackError   error  // why it was not found
+	Stream        string // path of berth-stream; empty if not found
+	StreamError   error  // why it was not found
 	Network       cni.Config
 
 	root string // parent directory of proc, sys and run: "/", or another directory in tests

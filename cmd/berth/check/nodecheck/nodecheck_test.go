@@ -89,6 +89,7 @@ func TestFindings(t *testing.T) {
 		{"no security module", checkSecurityModules, host.Facts{}, nil, false, "security module", Warning, ""},
 		{"no shim", checkPrograms, host.Facts{}, nil, false, "berth-shim", Failure, "no such file"},
 		{"no unpacker", checkPrograms, host.Facts{}, nil, false, "berth-unpack", Failure, "no such file"},
+		{"no process of sessions", checkPrograms, host.Facts{}, nil, false, "berth-stream", Failure, "no such file"},
 		{"no filter for berth-unpack", func(context.Context, *Node) []Finding { return checkConfinement("riscv64") }, host.Facts{}, nil, false, "berth-unpack", Warning, "any system call"},
 		{"devices in layers", checkKernel, kernel(5, 11), nil, false, "kernel", Warning, "mount_setattr"},
 		{"no network", checkNetwork, host.Facts{}, nil, false, "CNI network", Warning, "no CNI network configured"},
@@ -96,6 +97,7 @@ func TestFindings(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			n := machine(t, tc.facts, tc.files)
 			n.SystemdCgroup, n.Shim, n.Unpack = tc.systemd, n.path("/no/such/shim"), n.path("/no/such/unpacker")
+			n.Stream = n.path("/no/such/stream")
 			f := find(t, tc.check(context.Background(), n), tc.subject, tc.found)
 			if f.Level != tc.level {
 				t.Errorf("%s is %s, want %s: %s", f.Subject, f.Level, tc.level, f.Found)

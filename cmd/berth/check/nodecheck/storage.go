@@ -227,6 +227,7 @@ func checkPrograms(_ context.Context, n *Node) []Finding {
 	return append(checkConfinement(runtime.GOARCH),
 		checkProgram("berth-shim", "shim_path", n.Shim, n.ShimError),
 		checkProgram("berth-unpack", "unpack_path", n.Unpack, n.UnpackError),
+		checkProgram("berth-stream", "stream.path", n.Stream, n.StreamError),
 	)
 }
 

@@ -235,15 +235,26 @@ func (f *facts) comparePlugin(d *finder, p *process) {
 	}
 }
 
-// compareLauncher compares a launcher. A launcher exits with its daemon. During a launch, it first
-// becomes a monitor or undoes the launch.
+// compareLauncher compares a launcher. A launcher exits with its daemon, unless berth-stream has its
+// exec. During a launch, it first becomes a monitor or undoes the launch.
 func (f *facts) compareLauncher(d *finder, p *process) {
 	if !p.isLauncher() || p.parent == f.daemon || f.isRecordedShim(p) {
 		return
 	}
-	if parent := f.processes[p.parent]; parent == nil || parent.pid == 1 {
+	parent := f.processes[p.parent]
+	if (parent == nil || parent.pid == 1) && !f.hasSessions() {
 		d.differ(p.String(), "the daemon that started it", "a launcher whose daemon has ended")
 	}
+}
+
+// hasSessions reports whether a process of sessions runs.
+func (f *facts) hasSessions() bool {
+	for _, p := range f.processes {
+		if p.name == "berth-stream" {
+			return true
+		}
+	}
+	return false
 }
 
 // compareMonitor compares a monitor that was installed below root.

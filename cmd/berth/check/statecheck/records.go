@@ -38,6 +38,7 @@ var (
 		"checkpoint.key", // signs checkpoints
 	}
 	inState = []string{"c", "cni", "libcontainer", "nri", "oci", "pods", "lock", "identity", "run-id", "debug.sock",
+		"sessions",
 		"events"} // the daemon drops damaged ones
 	inImages = []string{"records", "signatures", "layers", "joins", "tmp", "trash", "empty-directory", "erofs", "profiles",
 		"partial", // of failed pulls: see comparePartial

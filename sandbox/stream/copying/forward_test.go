@@ -1,9 +1,10 @@
-package stream
+package copying
 
 import (
 	"bytes"
 	"io"
 	"net"
+	"sync"
 	"testing"
 
 	"berth/internal/testutil"
@@ -25,7 +26,9 @@ func (endless) Read(p []byte) (int, error) { return len(p), nil }
 // What an application sends before it resets the connection arrives, even if the reset meets the
 // client's data first.
 func TestResetLosesNoOutput(t *testing.T) {
-	s := testStreams()
+	var owned sync.WaitGroup
+	defer owned.Wait()
+	spawn := Spawn(func(f func()) bool { owned.Go(f); return true })
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	testutil.Must(t, err)
 	defer l.Close()
@@ -44,7 +47,9 @@ func TestResetLosesNoOutput(t *testing.T) {
 			accepted <- err
 		}()
 		c := &clientSide{Reader: endless{}}
-		err := s.PortForward(t.Context(), "ready", int32(l.Addr().(*net.TCPAddr).Port), c)
+		conn, err := net.Dial("tcp", l.Addr().String())
+		testutil.Must(t, err)
+		err = spawn.Forward(t.Context(), conn.(*net.TCPConn), c)
 		testutil.Must(t, <-accepted)
 		if c.got.String() != "last words" {
 			t.Fatalf("the client got %q: %v", c.got.String(), err)

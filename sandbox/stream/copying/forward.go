@@ -1,4 +1,4 @@
-package stream
+package copying
 
 import (
 	"context"
@@ -8,37 +8,29 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-
-	"berth/internal/errdefs"
 )
 
-// Forward connects a client to a TCP port on localhost in the network namespace pinned at netns, or
-// in the host's if netns is empty. It tries IPv4 first. It returns when both sides have ended, one
-// of them fails, or ctx ends. Each side may close its direction and continue in the other. Closing
-// stream closes the direction to the client.
+// Forward connects a client to a connection of a pod, which it takes over. It returns when both
+// sides have ended, one of them fails, or ctx ends. Each side may close its direction and continue
+// in the other. Closing stream closes the direction to the client.
 //
 // After a failure Forward does not wait for a pending Read from stream, and the caller closes
-// stream. The error is Unavailable if the port refuses the connection or berth is stopping. Forward
-// uses stream only after the port has accepted the connection.
-func (r runner) Forward(ctx context.Context, pod, netns string, port uint16, stream io.ReadWriteCloser) error {
-	conn, err := r.dials.dial(ctx, pod, netns, port)
-	if err != nil {
-		return err
-	}
+// stream. The error is Unavailable when the program is stopping.
+func (spawn Spawn) Forward(ctx context.Context, conn *net.TCPConn, stream io.ReadWriteCloser) error {
 	defer conn.Close()
 	defer context.AfterFunc(ctx, func() { interrupt(conn) })()
-	return r.copyBoth(ctx, conn, stream)
+	return spawn.copyBoth(ctx, conn, stream)
 }
 
 // interrupt makes reads and writes fail.
 func interrupt(conn net.Conn) { _ = conn.SetDeadline(time.Unix(1, 0)) }
 
 // copyBoth copies in both directions until both have ended, one fails, or ctx ends.
-func (r runner) copyBoth(ctx context.Context, conn *net.TCPConn, stream io.ReadWriteCloser) error {
+func (spawn Spawn) copyBoth(ctx context.Context, conn *net.TCPConn, stream io.ReadWriteCloser) error {
 	toPod := make(chan error, 1)
-	spawned := r.Spawn(func() { toPod <- copyToPod(conn, stream) }) // ends when the caller closes stream
+	spawned := spawn(func() { toPod <- copyToPod(conn, stream) }) // ends when the caller closes stream
 	if !spawned {
-		return errdefs.Unavailable("berth is stopping")
+		return errStopping
 	}
 	_, err := io.Copy(stream, conn)
 	if err == nil {

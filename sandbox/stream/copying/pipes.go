@@ -1,4 +1,4 @@
-package stream
+package copying
 
 import (
 	"context"
@@ -32,56 +32,40 @@ func pipe(ours pipeEnd) (r, w *os.File, err error) {
 	return os.NewFile(uintptr(fds[0]), "exec pipe"), os.NewFile(uintptr(fds[1]), "exec pipe"), nil
 }
 
-// execPipes holds the pipes of one command. The zero value has none.
-type execPipes struct {
-	theirs  []*os.File
-	stdin   *os.File // the kept end
-	outputs []*output
+// Pipes are the ends of a command's stdin, stdout and stderr. nil stands for /dev/null.
+type Pipes [3]*os.File
+
+// Close closes the pipes.
+func (p Pipes) Close() {
+	for _, f := range p {
+		if f != nil {
+			_ = f.Close() // no data is lost, or it is closed already
+		}
+	}
 }
 
-// output creates a pipe that is copied to a writer, and returns the command's end. If there is no
-// writer, it returns nil, which means /dev/null.
-func (p *execPipes) output(to io.Writer, broken context.CancelCauseFunc) (*os.File, error) {
-	if to == nil {
-		return nil, nil
+// OpenPipes creates the pipes of a command. The command gets theirs. The caller closes both.
+func OpenPipes(stdin, stdout, stderr bool) (theirs, kept Pipes, err error) {
+	for i, wanted := range []bool{stdin, stdout, stderr} {
+		if !wanted {
+			continue
+		}
+		ours := reading
+		if i == 0 {
+			ours = writing
+		}
+		r, w, err := pipe(ours)
+		if err != nil {
+			theirs.Close()
+			kept.Close()
+			return Pipes{}, Pipes{}, err
+		}
+		theirs[i], kept[i] = w, r
+		if i == 0 {
+			theirs[i], kept[i] = r, w
+		}
 	}
-	r, w, err := pipe(reading)
-	if err != nil {
-		return nil, err
-	}
-	p.outputs = append(p.outputs, copyOutput(r, to, broken))
-	p.theirs = append(p.theirs, w)
-	return w, nil
-}
-
-// input creates the pipe for stdin and returns the command's end.
-func (p *execPipes) input() (*os.File, error) {
-	r, w, err := pipe(writing)
-	if err != nil {
-		return nil, err
-	}
-	p.stdin, p.theirs = w, append(p.theirs, r)
-	return r, nil
-}
-
-// closeTheirs closes the command's ends after the command has inherited them. Otherwise neither
-// side would see that the other has closed the pipe.
-func (p *execPipes) closeTheirs() {
-	for _, f := range p.theirs {
-		_ = f.Close() // no data is lost
-	}
-	p.theirs = nil
-}
-
-// close closes all pipes.
-func (p *execPipes) close() {
-	p.closeTheirs()
-	for _, o := range p.outputs {
-		o.close()
-	}
-	if p.stdin != nil {
-		_ = p.stdin.Close() // copyInput may have closed it already
-	}
+	return theirs, kept, nil
 }
 
 // output copies the output of a command from a pipe or terminal to a writer. finish and stop end
@@ -182,10 +166,4 @@ func (o *output) finish() error {
 		left -= n
 	}
 	return nil
-}
-
-// close ends the goroutine and closes the pipe.
-func (o *output) close() {
-	o.stop()
-	_ = o.r.Close() // no data is lost
 }

@@ -1,4 +1,4 @@
-package stream
+package copying
 
 import (
 	"fmt"
@@ -6,9 +6,8 @@ import (
 	"os"
 
 	"golang.org/x/sys/unix"
-	"google.golang.org/grpc/codes"
 
-	"berth/internal/errdefs"
+	"berth/internal/coded"
 )
 
 const (
@@ -49,13 +48,13 @@ func (q FDQuota) Allows(fd int) bool { return fd < q.limit-q.reserve }
 func (q FDQuota) Check() error {
 	fd, err := unix.FcntlInt(os.Stderr.Fd(), unix.F_DUPFD_CLOEXEC, 0) // only the number matters
 	if err != nil {
-		return errdefs.New(codes.ResourceExhausted, "open a file descriptor: %w", err)
+		return coded.Errorf(coded.ResourceExhausted, "open a file descriptor: %w", err)
 	}
 	if err := unix.Close(fd); err != nil {
 		return fmt.Errorf("close a file descriptor: %w", err)
 	}
 	if !q.Allows(fd) {
-		return errdefs.New(codes.ResourceExhausted, "%d of %d file descriptors are in use, the others are reserved",
+		return coded.Errorf(coded.ResourceExhausted, "%d of %d file descriptors are in use, the others are reserved",
 			fd, q.limit)
 	}
 	return nil

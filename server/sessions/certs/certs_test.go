@@ -1,4 +1,4 @@
-package daemon
+package certs
 
 import (
 	"bytes"
@@ -15,13 +15,13 @@ import (
 	"testing"
 	"time"
 
-	"berth/cmd/config"
+	"berth/server/sessions/wire"
 )
 
 func TestStreamTLSFollowsItsFiles(t *testing.T) {
 	dir := t.TempDir()
-	cfg := &config.Config{StreamTLSCert: filepath.Join(dir, "cert"), StreamTLSKey: filepath.Join(dir, "key")}
-	if _, err := streamTLS(cfg, slog.New(slog.DiscardHandler)); err == nil {
+	cfg := wire.TLS{Cert: filepath.Join(dir, "cert"), Key: filepath.Join(dir, "key")}
+	if _, err := Load(cfg, slog.New(slog.DiscardHandler)); err == nil {
 		t.Error("there was no error without the files")
 	}
 	first := writeCertificate(t, cfg, 1)
@@ -43,7 +43,7 @@ func TestStreamTLSFollowsItsFiles(t *testing.T) {
 	shown(first) // the files are checked once a second
 	now = now.Add(tlsPeriod)
 	shown(second)
-	writeFile(t, cfg.StreamTLSCert, []byte("half of"))
+	writeFile(t, cfg.Cert, []byte("half of"))
 	now = now.Add(tlsPeriod)
 	shown(second)
 	third := writeCertificate(t, cfg, 3)
@@ -62,7 +62,7 @@ func TestStreamTLSFollowsItsFiles(t *testing.T) {
 }
 
 // writeCertificate writes a new key and certificate and returns the certificate.
-func writeCertificate(t *testing.T, cfg *config.Config, serial int64) []byte {
+func writeCertificate(t *testing.T, cfg wire.TLS, serial int64) []byte {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -77,8 +77,8 @@ func writeCertificate(t *testing.T, cfg *config.Config, serial int64) []byte {
 	if err != nil {
 		t.Fatal(err)
 	}
-	writeFile(t, cfg.StreamTLSCert, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}))
-	writeFile(t, cfg.StreamTLSKey, pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: private}))
+	writeFile(t, cfg.Cert, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}))
+	writeFile(t, cfg.Key, pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: private}))
 	return der
 }
 
