@@ -28,7 +28,7 @@ const (
 	callTimeout = 10 * time.Second
 	// greetTimeout bounds the first answer of a process that runs already. It delays the daemon's start.
 	greetTimeout = time.Second
-	// resumePause is the time between two attempts to connect to a process.
+	// resumePause is the time between two attempts to connect to a process, or to start one.
 	resumePause = time.Second
 )
 
@@ -155,11 +155,27 @@ func (s *Sessions) ready() (*peer, error) {
 	if p := s.current(); p != nil {
 		return p, nil
 	}
+	if err := s.recentFailure(); err != nil {
+		return nil, err
+	}
 	p, err := s.start(nil, nil)
-	if err == nil {
-		s.use(p)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.failure, s.failed = err, time.Now(); err == nil {
+		s.active = p
 	}
 	return p, err
+}
+
+// recentFailure returns the error of a start that has just failed. Calls that have waited for that
+// start do not try again one after another.
+func (s *Sessions) recentFailure() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if time.Since(s.failed) < resumePause {
+		return s.failure
+	}
+	return nil
 }
 
 // drop forgets a process that has ended.

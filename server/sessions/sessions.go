@@ -22,6 +22,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"time"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -65,6 +66,10 @@ type Sessions struct {
 	mu sync.Mutex
 	// +checklocks:mu
 	active *peer // issues URLs; nil: none has started
+	// +checklocks:mu
+	failure error // of the last start; nil: it succeeded
+	// +checklocks:mu
+	failed time.Time
 }
 
 // Open connects to the processes of earlier daemons. The first URL starts a process if there is

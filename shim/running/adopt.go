@@ -67,15 +67,16 @@ const launcherTimeout = 10 * time.Second
 // Close releases the exec and its launcher. It kills a process that still runs, with its
 // descendants.
 func (a *Adopted) Close() error {
-	ended, _, err := a.Result()
+	ended, _, lost := a.Result()
 	closeErr := errors.Join(a.conn.Close(), a.CloseFiles())
-	if ended && err == nil {
-		return errors.Join(closeErr, a.launcher.Close())
-	}
 	clear := func() {
 		defer a.launcher.Close()
-		if err := a.removeRemains(); err != nil {
-			a.log.Error("remove an exec of a lost launcher", "container", a.Container, "exec", a.ExecID, "error", err)
+		err := a.endLauncher()
+		if err == nil && (!ended || lost != nil) {
+			err = a.Remove()
+		}
+		if err != nil {
+			a.log.Error("remove an exec and its launcher", "container", a.Container, "exec", a.ExecID, "error", err)
 		}
 	}
 	if !a.spawn(clear) {
@@ -84,8 +85,9 @@ func (a *Adopted) Close() error {
 	return closeErr
 }
 
-// removeRemains waits for the launcher, which kills the exec, and removes what it has left.
-func (a *Adopted) removeRemains() error {
+// endLauncher waits for the launcher, which kills an exec that still runs. It kills a launcher that
+// does not end.
+func (a *Adopted) endLauncher() error {
 	ctx, cancel := context.WithTimeout(context.Background(), launcherTimeout)
 	defer cancel()
 	if err := pidfd.Wait(ctx, a.launcher); err != nil {
@@ -94,5 +96,5 @@ func (a *Adopted) removeRemains() error {
 			return fmt.Errorf("kill launcher: %w", err)
 		}
 	}
-	return a.Remove()
+	return nil
 }
