@@ -125,11 +125,8 @@ func want(prefix, cni, zsh string) []file {
 	return all
 }
 
-// fallback are the files that start the previous version if the installed one cannot start.
-var fallback = []file{
-	{"/usr/lib/berth/fallback", "-rwxr-xr-x", ""},
-	{"/usr/lib/systemd/system/berth.service.d/00-fallback.conf", "-rw-r--r--", ""},
-}
+// fallback is the script that starts the previous version if the installed one cannot start.
+var fallback = file{"/usr/lib/berth/fallback", "-rwxr-xr-x", ""}
 
 // manPages returns the names of the man pages of a command and its subcommands.
 func manPages(c *cobra.Command) []string {
@@ -191,7 +188,7 @@ func TestDebContents(t *testing.T) {
 		}
 	}
 	compare(t, got, owned(append(want("/usr", "/usr/lib/cni", "/usr/share/zsh/vendor-completions"),
-		fallback[0], fallback[1],
+		fallback,
 		file{"/etc/berth/", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d/", "drwxr-xr-x", ""}, file{"/etc/berth/config.d/", "drwxr-xr-x", ""}, file{"/etc/berth/images.d/", "drwxr-xr-x", ""},
 		file{"/etc/berth/config.toml", "-rw-r--r--", ""},
 		file{"/usr/share/doc/berth/copyright", "-rw-r--r--", ""}, file{"/usr/share/doc/berth/changelog.gz", "-rw-r--r--", ""},
@@ -230,7 +227,7 @@ func TestRPMContents(t *testing.T) {
 		got = append(got, file{words[0], words[1], words[2]})
 	}
 	compare(t, got, owned(append(want("/usr", "/usr/libexec/cni", "/usr/share/zsh/site-functions"),
-		fallback[0], fallback[1],
+		fallback,
 		file{"/etc/berth", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d", "drwxr-xr-x", ""}, file{"/etc/berth/config.d", "drwxr-xr-x", ""}, file{"/etc/berth/images.d", "drwxr-xr-x", ""}, file{"/usr/share/berth", "drwxr-xr-x", ""},
 		file{"/etc/berth/config.toml", "-rw-r--r--", ""}, file{"/usr/share/licenses/berth/LICENSE", "-rw-r--r--", ""},
 		file{"/usr/share/licenses/berth/third-party-licenses.gz", "-rw-r--r--", ""}), "root/root"))
@@ -321,7 +318,7 @@ func TestUnitFilesAreValid(t *testing.T) {
 	dir := t.TempDir()
 	run(t, "dpkg-deb", "--extract", one(t, packages(t), "*.deb"), dir)
 	units := filepath.Join(dir, "usr/lib/systemd/system")
-	for _, unit := range []string{"berth.service", "berth.socket", "berth.service.d/00-fallback.conf"} {
+	for _, unit := range []string{"berth.service", "berth.socket"} {
 		path := filepath.Join(units, unit)
 		content, err := os.ReadFile(path)
 		if err != nil {
@@ -412,7 +409,7 @@ func TestDebInChroot(t *testing.T) {
 	dpkg("--install", deb) // an upgrade
 	dpkg("--remove", "berth")
 	want := []string{"/etc/berth/config.toml"}
-	for _, kept := range []string{"berth", "berth-shim", "berth-task", "berth-unpack", "berth-verify", "etc/config.toml"} {
+	for _, kept := range []string{"berth", "berth-shim", "berth-stream", "berth-task", "berth-unpack", "berth-verify", "etc/config.toml"} {
 		want = append(want, "/var/lib/berth/uninstall/"+kept)
 	}
 	if got := files(t, dir); !slices.Equal(got, want) {

@@ -40,12 +40,14 @@ func writeProgram(t *testing.T, path, text string) {
 	}
 }
 
-// An upgrade keeps the installed programs. If the new daemon ends before it serves, the next start
-// executes the kept one, until another upgrade. Version "bad" ends at once.
+// An upgrade of a daemon that serves keeps the installed programs. If the new daemon ends before it
+// serves, the next start executes the kept one, until another upgrade. Version "bad" ends at once.
 func TestFallback(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
 	keep, fallback := script(t, dir, "keep"), script(t, dir, "files/fallback")
+	serves := func(code string) { writeProgram(t, dir+"/bin/systemctl", "#!/bin/sh\nexit "+code+"\n") }
+	serves("0")
 	// start does what systemd does with the unit.
 	start := func(want string) {
 		t.Helper()
@@ -77,10 +79,17 @@ func TestFallback(t *testing.T) {
 	start("1")
 	installs("2", "upgrade", "1")
 	start("2")
-	if _, err := fallback("ended"); err != nil { // a crash of a version that has served
-		t.Error(err)
+	for range 2 { // the second crash is after an upgrade, before the new version starts
+		if _, err := fallback("ended"); err != nil {
+			t.Error(err)
+		}
+		start("2")
+		installs("2", "upgrade", "2")
 	}
-	start("2")
+	serves("3") // no version to fall back to
+	installs("bad", "upgrade", "2")
+	start("bad")
+	start("bad")
 }
 
 // An upgrade does not restart the daemon if the new version cannot take over. It fails if the new
@@ -101,7 +110,7 @@ func TestUpgradeFallsBack(t *testing.T) {
 				testutil.Must(t, os.MkdirAll(dir+"/run/systemd/system", 0o755))
 				testutil.Must(t, os.Rename(dir+"/fallback", dir+"/usr/lib/berth/fallback"))
 				writeProgram(t, dir+"/usr/lib/berth/previous/untried", "")
-				writeProgram(t, dir+"/bin/berth", "#!/bin/sh\n"+tt.check+"\n")
+				writeProgram(t, dir+"/usr/bin/berth", "#!/bin/sh\n"+tt.check+"\n")
 				writeProgram(t, dir+"/usr/bin/berthd", "#!/bin/sh\n"+tt.daemon+"\n")
 				writeProgram(t, dir+"/bin/systemctl", `#!/bin/sh
 [ "$1" = restart ] || exit 0

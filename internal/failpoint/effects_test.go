@@ -198,10 +198,14 @@ var unmarked = map[string]string{
 	"server/sessions.Open: os.MkdirAll":                  again,
 	"server/sessions.spawn: os.OpenFile os.StartProcess": byCaller,
 
-	"shim/running.Kill: pidfd.Signal":          signal,
-	"shim/running.finish: pidfd.Signal":        signal,
-	"shim/running.removeGroup: unix.Rmdir":     byCaller,
-	"shim/running.removeRemains: pidfd.Signal": signal,
+	"shim/running.Kill: pidfd.Signal":        signal,
+	"shim/running.finish: pidfd.Signal":      signal,
+	"shim/running.removeGroup: unix.Rmdir":   byCaller,
+	"shim/running.endLauncher: pidfd.Signal": signal,
+
+	"cmd/berth/check.checkBy: Process.Signal": signal,
+
+	"server/sessions/process.becomeKillable: os.WriteFile": "about its own process",
 
 	"shim.set: os.WriteFile":           "about a process of its own",
 	"shim.awaitLauncher: pidfd.Signal": signal,

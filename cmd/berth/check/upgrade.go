@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -59,6 +60,9 @@ After the restart, "berth check --state" shows that it has taken over.`,
 // upgradeTimeout bounds the check of another version, whose programs may hang.
 const upgradeTimeout = 2 * time.Minute
 
+// cancelTimeout is the time for the end of a canceled check.
+const cancelTimeout = 10 * time.Second
+
 // checkBy runs the check of the version at path, with the flags of this command.
 func checkBy(ctx context.Context, cmd *cobra.Command, path string) error {
 	if info, err := os.Stat(path); err != nil {
@@ -76,10 +80,17 @@ func checkBy(ctx context.Context, cmd *cobra.Command, path string) error {
 	defer cancel()
 	other := exec.CommandContext(ctx, program, args...)
 	other.Stdout, other.Stderr = cmd.OutOrStdout(), cmd.ErrOrStderr()
+	other.Cancel = func() error { return other.Process.Signal(syscall.SIGTERM) } // it undoes what its probes made
+	other.WaitDelay = cancelTimeout
 	if err := other.Run(); err != nil {
 		return fmt.Errorf("check by %s: %w", program, errors.Join(err, ctx.Err()))
 	}
 	return nil
+}
+
+// dependsOnVersion reports whether a problem of the node may be one for the new version only.
+func dependsOnVersion(subject string) bool {
+	return subject == "kernel" || subject == "root and state" || strings.HasPrefix(subject, "berth-")
 }
 
 // checkUpgrade checks whether the version of this program can take over the node.
@@ -88,6 +99,15 @@ func checkUpgrade(ctx context.Context, cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
+	ctx, cancel := context.WithTimeout(ctx, upgradeTimeout)
+	defer cancel()
+	checked := configured{Config: cfg}
+	if !cmd.Flags().Changed("config") { // the daemon may have flags of its own
+		if checked, err = askDaemon(ctx, cmd.Flags(), checked); err != nil {
+			return err
+		}
+	}
+	cfg = checked.Config
 	findings := []nodecheck.Finding{checkDaemon(ctx), checkConfiguration(cfg, warnings)}
 	for _, check := range []func(*config.Config) (nodecheck.Finding, error){checkRecords, checkLaunches} {
 		finding, err := check(cfg)
@@ -100,7 +120,12 @@ func checkUpgrade(ctx context.Context, cmd *cobra.Command) error {
 	if err != nil {
 		return err
 	}
-	findings = append(findings, nodecheck.Run(ctx, n)...)
+	for _, f := range nodecheck.Run(ctx, n) {
+		if f.Level == nodecheck.Failure && !dependsOnVersion(f.Subject) {
+			f.Level = nodecheck.Warning // the running version has the same problem
+		}
+		findings = append(findings, f)
+	}
 	if ctx.Err() != nil {
 		return cli.InterruptStatus(ctx, ctx.Err())
 	}
