@@ -121,6 +121,10 @@ func (a *assembly) openSockets() (on sockets, err error) {
 		return on, err
 	}
 	a.closing.Add("close socket", func() error { return ignoreClosed(on.cri.Close()) })
+	if own := on.cri.Addr().String(); own != a.cfg.Listen {
+		a.log.Warn("berth.socket decides where the daemon listens: set ListenStream= to the option listen",
+			"socket", own, "listen", a.cfg.Listen)
+	}
 	if err := a.serveMetrics(); err != nil {
 		return on, err
 	}
