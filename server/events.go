@@ -38,7 +38,7 @@ type EventLog struct {
 // eventCursor is the cursor of a stream. Each event that is sent ends with its mark.
 type eventCursor struct {
 	*journal.Cursor
-	mark []byte // protobuf field without its last part, the number of the event
+	key  markKey
 	sent uint64 // the last event that was passed to gRPC; read after the stream's end
 }
 
@@ -124,7 +124,7 @@ func (e *EventLog) follow(ctx context.Context) (cursor *eventCursor, end func(fo
 			info = from
 		}
 	}
-	cursor = &eventCursor{e.cursors.Take(info.process(), e.journal.Last()), newMark(), 0}
+	cursor = &eventCursor{e.cursors.Take(info.process(), e.journal.Last()), newKey(), 0}
 	info.conn.watch(cursor)
 	e.mu.Lock()
 	defer e.mu.Unlock()

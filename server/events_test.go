@@ -93,10 +93,11 @@ func TestStopDoesNotWaitForSlowClient(t *testing.T) {
 
 // A client that does not read gets an error, since it has missed events.
 func TestSlowClientGetsError(t *testing.T) {
-	pods := &fakePods{}
-	h := start(t, testConfig, pods, &fakeImages{})
-	slow := subscribe(t, h)
+	pods, cfg := &fakePods{}, withEvents(t, testConfig)
+	h := start(t, cfg, pods, &fakeImages{})
+	slow, before := subscribe(t, h), cfg.Events.journal.Last()
 	publishLarge(pods, 100)
+	testutil.Eventually(t, "all events are in the journal", func() bool { return cfg.Events.journal.Last() == before+100 })
 	for n := 0; ; n++ {
 		event, err := slow.Recv()
 		if err != nil {
@@ -155,11 +156,11 @@ func TestMarkedConn(t *testing.T) {
 	testutil.Must(t, err)
 	cursors, _ := journal.OpenCursors(t.TempDir(), discardLog)
 	newCursor := func() *eventCursor {
-		cursor := &eventCursor{cursors.Take(process, 0), newMark(), 0}
+		cursor := &eventCursor{cursors.Take(process, 0), newKey(), 0}
 		t.Cleanup(cursor.Close)
 		return cursor
 	}
-	size := len(newMark()) + 8
+	size := markSize
 	for cut := range size + 1 {
 		mine, other := newCursor(), newCursor()
 		conn := &markedConn{Conn: writesNowhere{}}
@@ -178,15 +179,36 @@ func TestMarkedConn(t *testing.T) {
 		for _, b := range message[5+cut:] { // single bytes
 			write([]byte{b})
 		}
-		write(slices.Concat(mine.marked(8), mine.marked(9), mine.marked(10)[:size-1]))
-		if mine.Position() != 9 || other.Position() != 0 {
-			t.Errorf("positions %d and %d, want 9 and 0", mine.Position(), other.Position())
+		write(slices.Concat(mine.marked(8), markStart, other.marked(5), newCursor().marked(6), mine.marked(9), mine.marked(10)[:size-1]))
+		if mine.Position() != 9 || other.Position() != 5 {
+			t.Errorf("positions %d and %d, want 9 and 5", mine.Position(), other.Position())
 		}
 		conn.unwatch(mine)
 		write(mine.marked(11))
 		if mine.Position() != 9 {
 			t.Errorf("position %d after the end of the stream", mine.Position())
 		}
+	}
+}
+
+// BenchmarkMarkedConn is the search in 32 KB with events of 20 of a connection's streams.
+func BenchmarkMarkedConn(b *testing.B) {
+	for _, streams := range []int{20, 1000} {
+		b.Run(fmt.Sprint(streams), func(b *testing.B) {
+			cursors, _ := journal.OpenCursors(b.TempDir(), discardLog)
+			conn, message := &markedConn{Conn: writesNowhere{}}, []byte(nil)
+			for n := range streams {
+				cursor := &eventCursor{cursors.Take(journal.Process{}, 0), newKey(), 0}
+				defer cursor.Close()
+				conn.watch(cursor)
+				if n < 20 {
+					message = append(append(message, make([]byte, 1600)...), cursor.marked(1)...)
+				}
+			}
+			for b.Loop() {
+				_, _ = conn.Write(message)
+			}
+		})
 	}
 }
 

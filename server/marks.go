@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"encoding/binary"
 	"net"
+	"slices"
 	"sync"
 
 	"google.golang.org/protobuf/encoding/protowire"
@@ -17,23 +18,24 @@ import (
 // markField is the number of the mark's field. CRI is not expected to use it.
 const markField = 500_000
 
-const (
-	keySize  = 16
-	markSize = keySize + 8
+// markKey identifies a stream.
+type markKey [16]byte
+
+const valueSize = len(markKey{}) + 8
+
+var (
+	markStart = protowire.AppendVarint(protowire.AppendTag(nil, markField, protowire.BytesType), uint64(valueSize))
+	markSize  = len(markStart) + valueSize
 )
 
-// newMark returns the mark of a stream without the event's number.
-func newMark() []byte {
-	mark := protowire.AppendTag(nil, markField, protowire.BytesType)
-	mark = protowire.AppendVarint(mark, markSize)
-	key := make([]byte, keySize)
-	rand.Read(key) // never fails, see crypto/rand
-	return append(mark, key...)
+func newKey() (key markKey) {
+	rand.Read(key[:]) // never fails, see crypto/rand
+	return key
 }
 
 // marked returns the mark of an event.
 func (c *eventCursor) marked(number uint64) []byte {
-	return binary.LittleEndian.AppendUint64(bytes.Clone(c.mark), number)
+	return binary.LittleEndian.AppendUint64(slices.Concat(markStart, c.key[:]), number)
 }
 
 // markedConn is a connection that sets the positions of its streams of events.
@@ -42,7 +44,7 @@ type markedConn struct {
 
 	mu sync.Mutex // guards the fields below; held while positions are written to a tmpfs
 	// +checklocks:mu
-	watched []*eventCursor
+	watched map[markKey]*eventCursor
 	// +checklocks:mu
 	tail []byte // the last bytes written, which may be the beginning of a mark
 }
@@ -50,18 +52,16 @@ type markedConn struct {
 func (c *markedConn) watch(cursor *eventCursor) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.watched = append(c.watched, cursor)
+	if c.watched == nil {
+		c.watched = map[markKey]*eventCursor{}
+	}
+	c.watched[cursor.key] = cursor
 }
 
 func (c *markedConn) unwatch(cursor *eventCursor) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	for i, watched := range c.watched {
-		if watched == cursor {
-			c.watched = append(c.watched[:i:i], c.watched[i+1:]...)
-			return
-		}
-	}
+	delete(c.watched, cursor.key)
 }
 
 // Write implements net.Conn.
@@ -71,8 +71,8 @@ func (c *markedConn) Write(b []byte) (int, error) {
 	return n, err
 }
 
-// written finds the last mark of each stream. A mark that a frame's header divides is not found.
-// The next one then counts for both.
+// written finds the marks. A mark that a frame's header divides is not found. The next one then
+// counts for both.
 func (c *markedConn) written(b []byte) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -80,14 +80,8 @@ func (c *markedConn) written(b []byte) {
 		return
 	}
 	border := append(c.tail, b[:min(len(b), markSize)]...)
-	for _, cursor := range c.watched {
-		key := cursor.mark[len(cursor.mark)-keySize:]
-		for _, part := range [][]byte{border, b} {
-			if number, ok := lastMark(part, key); ok {
-				cursor.Set(number)
-			}
-		}
-	}
+	c.setPositions(border)
+	c.setPositions(b)
 	if len(b) < markSize {
 		c.tail = border[max(0, len(border)-markSize+1):]
 	} else {
@@ -95,11 +89,19 @@ func (c *markedConn) written(b []byte) {
 	}
 }
 
-// lastMark returns the number in the last complete mark with that key.
-func lastMark(b, key []byte) (number uint64, ok bool) {
-	at := bytes.LastIndex(b[:max(0, len(b)-8)], key)
-	if at < 0 {
-		return 0, false
+// setPositions sets the positions of the complete marks in b. It searches once for all streams,
+// because a connection may have a thousand.
+//
+// +checklocks:c.mu
+func (c *markedConn) setPositions(b []byte) {
+	for {
+		at := bytes.Index(b, markStart)
+		if at < 0 || len(b)-at < markSize {
+			return
+		}
+		b = b[at+len(markStart):]
+		if cursor := c.watched[markKey(b[:len(markKey{})])]; cursor != nil {
+			cursor.Set(binary.LittleEndian.Uint64(b[len(markKey{}):]))
+		}
 	}
-	return binary.LittleEndian.Uint64(b[at+keySize:]), true
 }

@@ -182,6 +182,38 @@ func TestEventsContinue(t *testing.T) {
 	}
 }
 
+// Recovery publishes a pod with a lost pause as ready, and then as not ready. A client that knows of
+// the stop gets no second event. A start that follows a reverted one is new.
+func TestEventsAfterRecovery(t *testing.T) {
+	t.Parallel()
+	const started, stopped = runtimeapi.ContainerEventType_CONTAINER_STARTED_EVENT, runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT
+	ready := &Pod{PodSpec: &PodSpec{ID: "p"}, PodStatus: NewPodStatus(PodReady)}
+	notReady := &Pod{PodSpec: ready.PodSpec, PodStatus: NewPodStatus(PodNotReady)}
+	in := func(phase Phase) *Container {
+		return &Container{ContainerSpec: &ContainerSpec{ID: "c", PodID: "p"}, ContainerStatus: NewContainerStatus(phase)}
+	}
+	created, running, exited := in(ContainerCreated), in(ContainerRunning), in(ContainerExited)
+	exited.StartedAt = time.Unix(1, 0)
+	ofContainer := []wantedEvent{{started, "c", true}, {stopped, "c", true}}
+	for told, want := range map[runtimeapi.ContainerEventType][]wantedEvent{
+		started: append([]wantedEvent{{stopped, "p", true}}, ofContainer...),
+		stopped: ofContainer,
+	} {
+		t.Run(told.String(), func(t *testing.T) {
+			t.Parallel()
+			events := NewEvents(func(string) *Pod { return ready }, func(string) []*Container { return nil })
+			events.Continue(map[string]ToldEvent{"p": {told, "p"}, "c": {told, "p"}})
+			events.PodChanged(nil, ready)
+			events.PodChanged(ready, notReady)
+			events.PodChanged(notReady, notReady)
+			events.ContainerChanged(nil, created)
+			events.ContainerChanged(created, running)
+			events.ContainerChanged(running, exited)
+			wantEvents(t, events, ready, want)
+		})
+	}
+}
+
 func TestMountsShowImageIDs(t *testing.T) {
 	t.Parallel()
 	mounts := []*runtimeapi.Mount{

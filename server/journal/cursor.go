@@ -64,7 +64,8 @@ type Cursor struct {
 }
 
 // OpenCursors reads the positions in a directory, which it makes, and drops those of processes that
-// have ended. Files that it cannot read are removed. It also returns the highest position.
+// have ended. Files that it cannot read are removed. It also returns the highest position. The
+// client of an incomplete file gets ErrBehind.
 func OpenCursors(dir string, log *slog.Logger) (c *Cursors, highest uint64) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		log.Warn("make the directory of clients of events", "error", err)
@@ -91,6 +92,8 @@ func OpenCursors(dir string, log *slog.Logger) (c *Cursors, highest uint64) {
 }
 
 // readCursor reads the position of a running process. number is the last part of the file's name.
+// The position in an incomplete file, of a full filesystem for example, is 0. No journal has the
+// event after it.
 func readCursor(path string) (p Process, number int, position uint64, err error) {
 	if _, err := fmt.Sscanf(filepath.Base(path), "%d-%d-%d", &p.PID, &p.StartTime, &number); err != nil {
 		return p, 0, 0, fmt.Errorf("%s is no file of a client: %w", path, err)
@@ -99,13 +102,13 @@ func readCursor(path string) (p Process, number int, position uint64, err error)
 		return p, 0, 0, errors.Join(err, os.ErrProcessDone)
 	}
 	content, err := os.ReadFile(path)
-	if err == nil && len(content) != positionSize {
-		err = fmt.Errorf("%s has %d bytes", path, len(content))
-	}
 	if err != nil {
 		return p, 0, 0, err
 	}
-	return p, number, binary.LittleEndian.Uint64(content), nil
+	if len(content) == positionSize {
+		position = binary.LittleEndian.Uint64(content)
+	}
+	return p, number, position, nil
 }
 
 // Take returns the cursor of a stream that the process has opened. It continues a stream that ended

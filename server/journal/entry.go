@@ -93,7 +93,7 @@ func parse(data []byte) contents {
 		return c
 	}
 	first := binary.LittleEndian.Uint64(data[len(magic):])
-	if first == 0 || first > 1<<62 {
+	if first < 2 || first > 1<<62 { // 1 would be after position 0, see readCursor
 		return c
 	}
 	c.first, c.size = first, headerSize

@@ -183,7 +183,7 @@ func (j *Journal) rewrite(entries []entry) {
 }
 
 // create writes a file and places it at path. After an error there is none, because an old file
-// would be wrong for the next daemon.
+// would be wrong for the next daemon, and a draft would fill the filesystem.
 func create(path string, content []byte) (*os.File, error) {
 	draft := path + ".tmp"
 	failpoint.Reach("events.create")
@@ -199,7 +199,7 @@ func create(path string, content []byte) (*os.File, error) {
 	}
 	if err != nil {
 		_ = file.Close() // nil if it was not created
-		return nil, errors.Join(err, remove(path))
+		return nil, errors.Join(err, remove(draft), remove(path))
 	}
 	return file, nil
 }

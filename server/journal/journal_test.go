@@ -120,6 +120,7 @@ func TestOpen(t *testing.T) {
 		"no header":            {spoil: func(c []byte) []byte { return c[1:] }, highest: 4, after: 4, wantErr: ErrBehind},
 		"lost":                 {spoil: func([]byte) []byte { return nil }, highest: 4, after: 4, wantErr: ErrBehind},
 		"of a new client":      {spoil: func([]byte) []byte { return nil }, highest: 4, after: 5, want: "c6 "},
+		"the first number 1":   {spoil: func([]byte) []byte { return header(1) }, after: 1, want: "c2 "},
 		"an impossible number": {spoil: func([]byte) []byte { return header(1 << 63) }, after: 1, want: "c2 "},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -143,6 +144,7 @@ func TestOpen(t *testing.T) {
 			if len(j.Told()) != len(strings.Fields(test.told)) {
 				t.Errorf("told %v, want %s", j.Told(), test.told)
 			}
+			wantFollowing(t, j, 0, "", ErrBehind) // the position in an incomplete file
 			appendAll(t, j, "c")
 			wantFollowing(t, j, test.after, test.want, test.wantErr)
 		})
@@ -213,6 +215,20 @@ func TestJournalMovesToMemory(t *testing.T) {
 	}
 }
 
+// A file that could not be placed leaves nothing behind.
+func TestCreateLeavesNoDraft(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	path := filepath.Join(dir, "journal")
+	testutil.Must(t, os.Mkdir(path, 0o700)) // no file can replace it
+	if _, err := create(path, header(2)); err == nil {
+		t.Error("no error")
+	}
+	if files, err := os.ReadDir(dir); err != nil || len(files) > 0 {
+		t.Errorf("left behind: %v, %v", files, err)
+	}
+}
+
 func TestCursors(t *testing.T) {
 	t.Parallel()
 	self, err := ProcessOf(os.Getpid())
@@ -226,7 +242,8 @@ func TestCursors(t *testing.T) {
 		"the oldest of two":      {files: map[string]string{fmt.Sprintf("%d-%d-3", self.PID, self.StartTime): "\x05\x00\x00\x00\x00\x00\x00\x00", fmt.Sprintf("%d-%d-4", self.PID, self.StartTime): "\x04\x00\x00\x00\x00\x00\x00\x00"}, want: 4},
 		"another start time":     {files: map[string]string{fmt.Sprintf("%d-%d-3", self.PID, self.StartTime+1): "\x05\x00\x00\x00\x00\x00\x00\x00"}, want: 9},
 		"another process":        {files: map[string]string{"1-1-1": "\x05\x00\x00\x00\x00\x00\x00\x00"}, want: 9},
-		"incomplete":             {files: map[string]string{fmt.Sprintf("%d-%d-3", self.PID, self.StartTime): "\x05"}, want: 9},
+		"incomplete":             {files: map[string]string{fmt.Sprintf("%d-%d-3", self.PID, self.StartTime): "\x05"}, want: 0},
+		"empty":                  {files: map[string]string{fmt.Sprintf("%d-%d-3", self.PID, self.StartTime): ""}, want: 0},
 		"a file of another kind": {files: map[string]string{"README": "x"}, want: 9},
 	} {
 		t.Run(name, func(t *testing.T) {
