@@ -39,6 +39,7 @@ var (
 	}
 	inState = []string{"c", "cni", "libcontainer", "nri", "oci", "pods", "lock", "identity", "run-id", "debug.sock",
 		"sessions",
+		"s",      // sockets of shims: taskapi has one place for them
 		"events"} // the daemon drops damaged ones
 	inImages = []string{"records", "signatures", "layers", "joins", "tmp", "trash", "empty-directory", "erofs", "profiles",
 		"partial", // of failed pulls: see comparePartial
