@@ -55,8 +55,8 @@ apt_get() {
 # links, long paths and names in other scripts.
 BERTH_CORPUS_PACKAGES=(tzdata git perl-base libc6 ncurses-term coreutils ca-certificates iso-codes)
 
-# fetch_corpus downloads BERTH_CORPUS_PACKAGES into ${XDG_CACHE_HOME:-~/.cache}/berth-corpus and prints
-# that directory. It does not update packages. It fails if a package cannot be downloaded.
+# fetch_corpus downloads BERTH_CORPUS_PACKAGES into ${XDG_CACHE_HOME:-~/.cache}/berth-corpus and
+# prints that directory. It does not update packages. It fails if a package cannot be downloaded.
 fetch_corpus() {
 	local dir=${XDG_CACHE_HOME:-$HOME/.cache}/berth-corpus p missing=()
 	mkdir -p "$dir" || return
@@ -70,14 +70,14 @@ fetch_corpus() {
 	echo "$dir"
 }
 
-# BERTH_CRIU_SUITES are suites of Debian with a CRIU for current kernels, in order of preference. CRIU
-# 4.1.1 of trixie cannot dump internet sockets on Linux 6.16 and later.
+# BERTH_CRIU_SUITES are suites of Debian with a CRIU for current kernels, in order of preference.
+# CRIU 4.1.1 of trixie cannot dump internet sockets on Linux 6.16 and later.
 BERTH_CRIU_SUITES=(sid forky trixie)
 
-# fetch_criu prints the path of a CRIU for current kernels. Older releases of Debian have none, so it
-# takes the packages of a newer release from the mirrors that this machine uses. It unpacks them with
-# their libraries below ${XDG_CACHE_HOME:-~/.cache}/berth-criu and installs nothing. It fails if
-# that is not possible.
+# fetch_criu prints the path of a CRIU for current kernels. Older releases of Debian have none, so
+# it takes the packages of a newer release from the mirrors that this machine uses. It unpacks them
+# with their libraries below ${XDG_CACHE_HOME:-~/.cache}/berth-criu and installs nothing. It fails
+# if that is not possible.
 fetch_criu() {
 	local dir=${XDG_CACHE_HOME:-$HOME/.cache}/berth-criu suite
 	if "$dir/criu" --version >/dev/null 2>&1; then echo "$dir/criu"; return; fi
@@ -90,16 +90,16 @@ fetch_criu() {
 	return 1
 }
 
-# fetch_old_criu prints the path of a CRIU that is too old for berth: that of bookworm. It fails if that is
-# not possible.
+# fetch_old_criu prints the path of a CRIU that is too old for berth: that of bookworm. It fails if
+# that is not possible.
 fetch_old_criu() {
 	local dir=${XDG_CACHE_HOME:-$HOME/.cache}/berth-criu-old
 	"$dir/criu" --version >/dev/null 2>&1 || (unpack_criu "$dir" bookworm) >/dev/null 2>&1
 	"$dir/criu" --version >/dev/null 2>&1 && echo "$dir/criu"
 }
 
-# unpack_criu DIR SUITE unpacks CRIU of SUITE and its libraries into DIR/root and writes DIR/criu, which
-# runs it. Call it in a subshell.
+# unpack_criu DIR SUITE unpacks CRIU of SUITE and its libraries into DIR/root and writes DIR/criu,
+# which runs it. Call it in a subshell.
 unpack_criu() {
 	local dir=$1 work get deb loader
 	set -e
@@ -122,8 +122,8 @@ unpack_criu() {
 	mv "$work/criu" "$dir/criu"
 }
 
-# write_criu ROOT PATH FILE writes the program FILE, which runs the CRIU in the unpacked packages ROOT. PATH is
-# ROOT's path when FILE runs.
+# write_criu ROOT PATH FILE writes the program FILE, which runs the CRIU in the unpacked packages
+# ROOT. PATH is ROOT's path when FILE runs.
 write_criu() {
 	local loader
 	# Before trixie some libraries are in /lib, and their loader with them.
@@ -159,9 +159,9 @@ go_minor() {
 	[[ $v =~ go1\.([0-9]+) ]] && echo "${BASH_REMATCH[1]}" || echo 0
 }
 
-# need_go puts a Go toolchain that go.mod accepts first in PATH: the installed one, or GOTOOLCHAIN. Go
-# 1.21 and later download it themselves. Older versions (1.19 in Debian 12, 1.18 in Ubuntu 22.04) can
-# download it as a module.
+# need_go puts a Go toolchain that go.mod accepts first in PATH: the installed one, or GOTOOLCHAIN.
+# Go 1.21 and later download it themselves. Older versions (1.19 in Debian 12, 1.18 in Ubuntu 22.04)
+# can download it as a module.
 need_go() {
 	PATH=$PATH:/usr/local/go/bin # sudo drops it
 	[ "$(go_minor)" -gt 0 ] || install_packages golang-go
@@ -204,8 +204,8 @@ set_up() {
 	"$BERTH_SRC/contrib/build"
 }
 
-# need_nfpm builds bin/nfpm, which writes packages, if it is missing or older than its version's file.
-# Tests of packages cannot build it, because they have no network to fetch modules.
+# need_nfpm builds bin/nfpm, which writes packages, if it is missing or older than its version's
+# file. Tests of packages cannot build it, because they have no network to fetch modules.
 need_nfpm() {
 	local nfpm=$BERTH_SRC/bin/nfpm source=$BERTH_SRC/contrib/packaging/nfpm
 	if [ -x "$nfpm" ] && [ "$nfpm" -nt "$source/go.mod" ]; then return; fi
@@ -272,17 +272,17 @@ note_failures() {
 
 # --- private machines -----------------------------------------------------------
 #
-# machine_run CMD… runs CMD in its own mount, PID, network, UTS and IPC namespaces with an empty /run.
-# Its cgroups are below a unique name, exported as BERTH_MACHINE. Nothing done inside reaches the
-# host. When CMD ends or this shell dies, the kernel kills the rest with the namespace's init.
+# machine_run CMD… runs CMD in its own mount, PID, network, UTS and IPC namespaces with an empty
+# /run. Its cgroups are below a unique name, exported as BERTH_MACHINE. Nothing done inside reaches
+# the host. When CMD ends or this shell dies, the kernel kills the rest with the namespace's init.
 #
 # The cgroups' name holds the PID and start time of its owner. machine_sweep uses them to find the
 # leftovers of aborted runs.
 
 MACHINE_PREFIX=berth-machine-
 
-# starttime PID prints field 22 of /proc/PID/stat. It counts from the end of the name, which may contain
-# blanks.
+# starttime PID prints field 22 of /proc/PID/stat. It counts from the end of the name, which may
+# contain blanks.
 starttime() {
 	local stat
 	read -r stat 2>/dev/null <"/proc/$1/stat" || return 1
@@ -290,8 +290,8 @@ starttime() {
 	echo "${stat[19]}"
 }
 
-# owned PATH prints PATH.PID-STARTTIME, the name of a directory that only this shell uses. It removes
-# the directories of shells that have ended.
+# owned PATH prints PATH.PID-STARTTIME, the name of a directory that only this shell uses. It
+# removes the directories of shells that have ended.
 owned() {
 	local left owner
 	for left in "$1".*; do
@@ -301,7 +301,8 @@ owned() {
 	echo "$1.$$-$(starttime $$)"
 }
 
-# cgroups_named NAME prints the directory of NAME, which may be a pattern, in every mounted hierarchy, v1 or v2.
+# cgroups_named NAME prints the directory of NAME, which may be a pattern, in every mounted
+# hierarchy, v1 or v2.
 cgroups_named() {
 	local dir
 	# shellcheck disable=SC2231 # NAME may be a pattern
@@ -339,8 +340,8 @@ machine_sweep() {
 	done
 }
 
-# cgroup_run CMD… runs CMD with a unique name for cgroups in BERTH_MACHINE. When CMD ends it kills the
-# processes in these cgroups and removes the cgroups. CMD dies with this shell.
+# cgroup_run CMD… runs CMD with a unique name for cgroups in BERTH_MACHINE. When CMD ends it kills
+# the processes in these cgroups and removes the cgroups. CMD dies with this shell.
 cgroup_run() {
 	local code=0 owner=$BASHPID # $$ would be the parent shell in $(…)
 	machine_sweep
@@ -395,8 +396,8 @@ machine_init() {
 	"$@"
 }
 
-# start_registry DIR starts a registry on loopback that serves the demo's image. It sets REGISTRY_PID
-# and IMAGE. The registry ends with this shell, which holds its standard input.
+# start_registry DIR starts a registry on loopback that serves the demo's image. It sets
+# REGISTRY_PID and IMAGE. The registry ends with this shell, which holds its standard input.
 start_registry() {
 	mkfifo "$1/registry" "$1/registry.stdin"
 	exec 9<>"$1/registry.stdin"

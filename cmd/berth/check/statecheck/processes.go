@@ -235,8 +235,8 @@ func (f *facts) comparePlugin(d *finder, p *process) {
 	}
 }
 
-// compareLauncher compares a launcher. A launcher exits with its daemon, unless berth-stream has its
-// exec. During a launch, it first becomes a monitor or undoes the launch.
+// compareLauncher compares a launcher. A launcher exits with its daemon, unless berth-stream has
+// its exec. During a launch, it first becomes a monitor or undoes the launch.
 func (f *facts) compareLauncher(d *finder, p *process) {
 	if !p.isLauncher() || p.parent == f.daemon || f.isRecordedShim(p) {
 		return
