@@ -101,7 +101,11 @@ func wantJoined(base, profile uint32) uint32 {
 
 // A joined program permits a call with given arguments if and only if both programs permit it.
 func TestJoinedProgramIsTheIntersection(t *testing.T) {
-	seed := rand.Uint64()
+	seed := uint64(1) // libseccomp 2.5.4 does not return for one of some 10,000 random profiles
+	if testutil.AllTests() {
+		seed = rand.Uint64()
+	}
+	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 0))
 	seen := map[[2]bool]int{} // calls, by whether the base and the profile permit them
 	for pairs := 0; pairs < 150; {
