@@ -182,7 +182,8 @@ func (l *exitLoad) run(ctx context.Context, client runtimeapi.RuntimeServiceClie
 		},
 		func() error {
 			_, err := client.StartContainer(ctx, &runtimeapi.StartContainerRequest{ContainerId: id}, grpc.WaitForReady(true))
-			if harness.CodeOf(err) == codes.FailedPrecondition { // the cut call has started it, and it has exited
+			// The cut call has started it, and it has exited.
+			if harness.CodeOf(err) == codes.FailedPrecondition {
 				return nil
 			}
 			return err

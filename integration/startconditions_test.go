@@ -279,7 +279,8 @@ func checkStarts(t *testing.T, table string, running bool) {
 	before := harness.MachineSnapshot(nil)
 	rows := strings.Split(strings.TrimSpace(table), "\n")
 	states := strings.Fields(rows[0])[1:]
-	failures := make([]string, len(rows)) // reported at the end, because after a failure the harness kills all pods of the machine
+	// Reported at the end, because after a failure the harness kills all pods of the machine.
+	failures := make([]string, len(rows))
 	t.Run("root", func(t *testing.T) {
 		for i, row := range rows[1:] {
 			root, want, _ := strings.Cut(row, " ")

@@ -49,7 +49,8 @@ func TestUpgradeCheck(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			was := harness.Get(os.ReadFile(tt.path))(t)
-			harness.Must(t, os.Remove(tt.path)) // instead of a change of the program, which may be a hard link
+			// Instead of a change of the program, which may be a hard link.
+			harness.Must(t, os.Remove(tt.path))
 			harness.Must(t, os.WriteFile(tt.path, []byte(tt.content), 0o700))
 			out, err := check(t, next)
 			if err == nil || !strings.Contains(out, tt.want) {

@@ -138,7 +138,8 @@ func TestClientContinuesAtNextServer(t *testing.T) {
 	wantNext(stream, "c1")
 	testutil.Must(t, h.stop())
 	const deleted = runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT
-	_, h = serve(state.Event{ID: "c2", Pod: pod}, state.Event{ID: "c1", Type: deleted}) // the pod of c1 was removed, too
+	// The pod of c1 was removed, too.
+	_, h = serve(state.Event{ID: "c2", Pod: pod}, state.Event{ID: "c1", Type: deleted})
 	stream = subscribe(t, h)
 	wantNext(stream, "c2")
 	wantNext(stream, "c1")

@@ -11,8 +11,8 @@ import (
 	"berth/shim/running"
 )
 
-// Exec is a process started in a running container. It is safe for concurrent use. Close or HandOver
-// must be called once.
+// Exec is a process started in a running container. It is safe for concurrent use. Close or
+// HandOver must be called once.
 type Exec struct {
 	*running.Exec
 	l   *Launchers

@@ -240,8 +240,8 @@ func (l *Launchers) giveUpUnresponsive(p *launcher, req *proto.Exec) {
 	l.retireStopped()
 }
 
-// forget closes the daemon's end of a launcher that another process owns. The launcher stays a child
-// of this process, which reaps it.
+// forget closes the daemon's end of a launcher that another process owns. The launcher stays a
+// child of this process, which reaps it.
 func (l *Launchers) forget(p *launcher) {
 	l.lend(-1)
 	if err := p.conn.Close(); err != nil {

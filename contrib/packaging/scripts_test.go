@@ -65,7 +65,8 @@ func TestFallback(t *testing.T) {
 		if out, err := keep(args...); err != nil {
 			t.Fatalf("%v: %s", err, out)
 		}
-		testutil.Must(t, os.RemoveAll(dir+"/usr/bin/berthd")) // as dpkg does, without a change of the file
+		// As dpkg does, without a change of the file.
+		testutil.Must(t, os.RemoveAll(dir+"/usr/bin/berthd"))
 		writeProgram(t, dir+"/usr/bin/berthd", "#!/bin/sh\necho "+version+"\n[ "+version+" != bad ]\n")
 	}
 	installs("1", "install")

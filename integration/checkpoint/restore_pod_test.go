@@ -323,8 +323,8 @@ func TestRestoreAcrossDaemons(t *testing.T) {
 	harness.Must(t, os.Rename(moved, request.CheckpointPath))
 }
 
-// A restored pod that was not started ends with the node. The boot ID changes, as with a new kernel,
-// or stays. The checkpoint can be restored afterwards.
+// A restored pod that was not started ends with the node. The boot ID changes, as with a new
+// kernel, or stays. The checkpoint can be restored afterwards.
 func TestRestoreAfterReboot(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithCRIU(t))
 	pod := d.RunPod(t)

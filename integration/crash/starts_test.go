@@ -123,7 +123,8 @@ func allKilled(t *testing.T, killed map[string]bool) {
 	all := harness.Get(points.Below("../.."))(t)
 	for _, p := range all {
 		if area, _, _ := strings.Cut(p.Name, "."); area == "launcher" || area == "monitor" || area == "stream" {
-			continue // TestShimCrash tests these programs, TestProcessOfSessionsIsKilled berth-stream
+			// TestShimCrash tests these programs, TestProcessOfSessionsIsKilled berth-stream.
+			continue
 		}
 		switch {
 		case !killed[p.Name] && unkilled[p.Name] == "":

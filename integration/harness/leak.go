@@ -51,8 +51,8 @@ func NoMachineLeaks(t *testing.T, before inventory.Items, d *Daemon) {
 	d.leaks(t, before, func() inventory.Items { return MachineSnapshot(d) })
 }
 
-// leakPatience is the time limit of the leak check. The process of sessions waits one minute for the
-// clients of unused URLs. An idle connection to a trace collector closes after 10 s.
+// leakPatience is the time limit of the leak check. The process of sessions waits one minute for
+// the clients of unused URLs. An idle connection to a trace collector closes after 10 s.
 const leakPatience = 80 * time.Second
 
 func (d *Daemon) leaks(t *testing.T, before inventory.Items, now func() inventory.Items) (none bool) {

@@ -2,7 +2,8 @@
 //
 // # Contract
 //
-// The numbers are gRPC's. The code survives wrappers (%w). Package errdefs returns it in the daemon.
+// The numbers are gRPC's. The code survives wrappers (%w). Package errdefs returns it in the
+// daemon.
 package coded
 
 import (

@@ -55,7 +55,8 @@ func Unavailable(format string, args ...any) error { return New(codes.Unavailabl
 func Internal(format string, args ...any) error { return New(codes.Internal, format, args...) }
 
 // Code returns the gRPC code of err. For nil it is OK. Otherwise it is the code of the outermost
-// wrapped error with a code, then that of package coded, then Canceled or DeadlineExceeded for context errors, then Unknown.
+// wrapped error with a code, then that of package coded, then Canceled or DeadlineExceeded for
+// context errors, then Unknown.
 func Code(err error) codes.Code {
 	if err == nil {
 		return codes.OK

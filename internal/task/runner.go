@@ -50,8 +50,8 @@ func (r *Runner) DetachStep(ctx context.Context, timeout time.Duration, what, ob
 	return r.detach(ctx, r.Watchers, timeout, what, object, func(context.Context) error { return op() })
 }
 
-// DetachWait is Detach for an operation that mostly waits, and that the client repeats. It ends when
-// berth stops.
+// DetachWait is Detach for an operation that mostly waits, and that the client repeats. It ends
+// when berth stops.
 func (r *Runner) DetachWait(ctx context.Context, timeout time.Duration, what, object string,
 	op func(context.Context) error) error {
 	return r.detach(ctx, r.Background, timeout, what, object, op)

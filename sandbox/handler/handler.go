@@ -43,7 +43,8 @@ type Config struct {
 
 // Annotations are the names of the annotations that reach a runtime. "*" stands for any characters.
 type Annotations struct {
-	OfPods       []string `json:"podAnnotations,omitempty"` // the sandbox and the containers of a pod get them
+	// The sandbox and the containers of a pod get them.
+	OfPods       []string `json:"podAnnotations,omitempty"`
 	OfContainers []string `json:"containerAnnotations,omitempty"`
 }
 

@@ -77,17 +77,18 @@ func Unknown(dirs state.Dirs) ([]Launch, error) {
 
 // survey has the information of both directories about the pods of this node.
 type survey struct {
-	dirs      state.Dirs
-	root      state.Identity // in root
-	state     state.Identity // in the state directory
-	copied    bool           // root is a copy of the root that the state directory knows
-	recorded  map[string]bool
-	changed   time.Time // last change of the records; zero: a folder of them is missing
-	knows     bool      // the record of a running object can be read
-	damaged   []Launch  // in the state directory, if none of the records of running objects can be read
-	unknown   []Launch  // in the state directory, without a record
-	orphans   []Launch  // without a record and without state
-	displaced []Launch  // with a record, but without readable state
+	dirs     state.Dirs
+	root     state.Identity // in root
+	state    state.Identity // in the state directory
+	copied   bool           // root is a copy of the root that the state directory knows
+	recorded map[string]bool
+	changed  time.Time // last change of the records; zero: a folder of them is missing
+	knows    bool      // the record of a running object can be read
+	// In the state directory, if none of the records of running objects can be read.
+	damaged   []Launch
+	unknown   []Launch // in the state directory, without a record
+	orphans   []Launch // without a record and without state
+	displaced []Launch // with a record, but without readable state
 }
 
 // read lists objects before records, because an object has a record until it is removed. Whether an

@@ -53,9 +53,9 @@ var lastOf = map[runtimeapi.ContainerState]runtimeapi.ContainerEventType{
 	runtimeapi.ContainerState_CONTAINER_EXITED:  runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT,
 }
 
-// ContainerChanged publishes the events between two snapshots. before is nil for the first one. What
-// an earlier daemon has published counts only for the first one: recovery may revert a start, and the
-// next start has events of its own.
+// ContainerChanged publishes the events between two snapshots. before is nil for the first one.
+// What an earlier daemon has published counts only for the first one: recovery may revert a start,
+// and the next start has events of its own.
 func (e *Events) ContainerChanged(before, after *Container) {
 	last := e.toldOf(after.ID)
 	if before != nil {
@@ -74,8 +74,8 @@ func (c *Container) neverRan() bool {
 	return c.State() == runtimeapi.ContainerState_CONTAINER_EXITED && c.StartedAt.IsZero()
 }
 
-// PodChanged is ContainerChanged for a pod. A pod never starts again. So it has no second stop event,
-// although recovery first publishes a pod with a lost pause as ready.
+// PodChanged is ContainerChanged for a pod. A pod never starts again. So it has no second stop
+// event, although recovery first publishes a pod with a lost pause as ready.
 func (e *Events) PodChanged(before, after *Pod) {
 	last := e.toldOf(after.ID)
 	if before != nil {

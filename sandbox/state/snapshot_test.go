@@ -182,8 +182,8 @@ func TestEventsContinue(t *testing.T) {
 	}
 }
 
-// Recovery publishes a pod with a lost pause as ready, and then as not ready. A client that knows of
-// the stop gets no second event. A start that follows a reverted one is new.
+// Recovery publishes a pod with a lost pause as ready, and then as not ready. A client that knows
+// of the stop gets no second event. A start that follows a reverted one is new.
 func TestEventsAfterRecovery(t *testing.T) {
 	t.Parallel()
 	const started, stopped = runtimeapi.ContainerEventType_CONTAINER_STARTED_EVENT, runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT

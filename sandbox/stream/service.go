@@ -289,7 +289,8 @@ func (s *Service) attachTarget(id string, terminal bool) (ContainerTarget, error
 // stdin, as in containerd and CRI-O. Without any stream the connection is nil.
 //
 // The caller owns the connection, and calls release after the session. The error is NotFound,
-// FailedPrecondition if the container is not running, or InvalidArgument if terminal does not match.
+// FailedPrecondition if the container is not running, or InvalidArgument if terminal does not
+// match.
 func (s *Service) OpenAttach(ctx context.Context, id string, terminal, stdin, stdout, stderr bool) (
 	conn *running.Attached, target copying.Target, release func(), err error) {
 	c, err := s.attachTarget(id, terminal)
@@ -334,8 +335,8 @@ func (s *Service) forwardTarget(podID string) (PodTarget, error) {
 	return pod, nil
 }
 
-// DialPort connects to a TCP port on the localhost of a pod, IPv4 first, for a client's session. The
-// caller owns the connection, and calls release after the session.
+// DialPort connects to a TCP port on the localhost of a pod, IPv4 first, for a client's session.
+// The caller owns the connection, and calls release after the session.
 //
 // Errors: NotFound; InvalidArgument for an invalid port; Unavailable if the port refuses the
 // connection. FailedPrecondition if the pod is not ready, or the host cannot reach its localhost.

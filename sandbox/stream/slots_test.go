@@ -134,7 +134,8 @@ func TestSessionsLeaveSlotsForProbes(t *testing.T) {
 	}
 	releases[0]()
 	testutil.Must(t, take(probe, "other"))
-	if err := take(session, "other"); errdefs.Code(err) != codes.ResourceExhausted { // and the session's slot is released
+	// The failed call released the slot of the session.
+	if err := take(session, "other"); errdefs.Code(err) != codes.ResourceExhausted {
 		t.Errorf("session without a slot for its exec: %v", err)
 	}
 	for _, release := range releases[1:] {

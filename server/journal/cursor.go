@@ -36,7 +36,8 @@ type Cursors struct {
 
 	mu sync.Mutex // guards the fields below, not the files
 	// +checklocks:mu
-	left map[Process][]place // of the previous daemon, whose clients have not come back; the oldest position first
+	// Of the previous daemon, whose clients have not come back; the oldest position first.
+	left map[Process][]place
 	// +checklocks:mu
 	highest int // number in the names of files
 }

@@ -76,7 +76,8 @@ func TestJournalOutlivesDaemon(t *testing.T) {
 	dir := t.TempDir()
 	j := Open(dir, 0, discard)
 	appendAll(t, j, "a", "b")
-	wantFollowing(t, j, 0, "", ErrBehind) // it begins with 2, because no client can have seen an earlier event
+	// It begins with 2, because no client can have seen an earlier event.
+	wantFollowing(t, j, 0, "", ErrBehind)
 	wantFollowing(t, j, 1, "a2 b3 ", nil)
 	testutil.Must(t, j.Close())
 	j = Open(dir, 3, discard)
@@ -151,8 +152,8 @@ func TestOpen(t *testing.T) {
 	}
 }
 
-// The file stays small. A slow reader learns that events are gone, and the last event of an existing
-// object is kept for the next daemon.
+// The file stays small. A slow reader learns that events are gone, and the last event of an
+// existing object is kept for the next daemon.
 func TestJournalIsBounded(t *testing.T) {
 	t.Parallel()
 	const limit = 4096

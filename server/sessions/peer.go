@@ -26,7 +26,8 @@ const (
 	suffix = ".sock"
 	// callTimeout bounds the answer of a process.
 	callTimeout = 10 * time.Second
-	// greetTimeout bounds the first answer of a process that runs already. It delays the daemon's start.
+	// greetTimeout bounds the first answer of a process that runs already. It delays the daemon's
+	// start.
 	greetTimeout = time.Second
 	// resumePause is the time between two attempts to connect to a process, or to start one.
 	resumePause = time.Second
@@ -300,8 +301,8 @@ func (s *Sessions) greet(p *peer, hello wire.Hello, listener *os.File, timeout t
 	return errors.Join(err, p.conn.SetDeadline(time.Time{}))
 }
 
-// serve begins the sessions of a process until its end. After an error of the connection it connects
-// again.
+// serve begins the sessions of a process until its end. After an error of the connection it
+// connects again.
 func (s *Sessions) serve(p *peer) {
 	defer context.AfterFunc(s.ctx, func() { _ = p.conn.Interrupt() })()
 	var err error
@@ -346,7 +347,8 @@ func (s *Sessions) open(o *wire.Open, reply *proto.Conn) {
 		release = func() {}
 		s.cfg.Log.Debug("session refused", "kind", o.Kind, "id", o.ID, "error", err)
 		if s.ctx.Err() == nil { // otherwise the process asks the next daemon
-			_ = reply.Send(wire.Answer{Error: &wire.Error{Code: coded.Code(errdefs.Code(err)), Text: err.Error()}}) // the client may have left
+			// The client may have left.
+			_ = reply.Send(wire.Answer{Error: &wire.Error{Code: coded.Code(errdefs.Code(err)), Text: err.Error()}})
 		}
 	}
 	s.hold(reply, gone, release)

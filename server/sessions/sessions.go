@@ -101,8 +101,8 @@ func (s *Sessions) Close() error {
 	return nil
 }
 
-// ExecWith returns the URL of a session that runs a command. The caller has checked the request. The
-// error is ResourceExhausted if too many URLs are unused, and Unavailable if no process starts.
+// ExecWith returns the URL of a session that runs a command. The caller has checked the request.
+// The error is ResourceExhausted if too many URLs are unused, and Unavailable if no process starts.
 func (s *Sessions) ExecWith(req *runtimeapi.ExecRequest, options stream.ExecOptions) (string, error) {
 	encoded, err := json.Marshal(options)
 	if err != nil {

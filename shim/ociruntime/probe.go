@@ -19,7 +19,8 @@ type Capabilities struct {
 	SubCgroups bool   `json:"subCgroups,omitempty"` // exec has the option --cgroup
 	Features   bool   `json:"features"`             // it has the command features; if not, the following are false
 	Sandboxed  bool   `json:"sandboxed,omitempty"`  // see the package's comment
-	Measures   bool   `json:"measures,omitempty"`   // it is Sandboxed, and tells the usage of a container
+	// It is Sandboxed, and tells the usage of a container.
+	Measures bool `json:"measures,omitempty"`
 
 	RecursiveReadOnly bool `json:"recursiveReadOnly"` // the mount option rro
 	UserNamespaces    bool `json:"userNamespaces"`    // user namespaces and ID-mapped mounts, which pods with one need

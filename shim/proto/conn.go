@@ -195,7 +195,8 @@ func parseRights(oob []byte) ([]*os.File, error) {
 	return files, nil
 }
 
-// File returns a duplicate of the socket, to be sent to another process. Receive must have returned.
+// File returns a duplicate of the socket, to be sent to another process. Receive must have
+// returned.
 func (c *Conn) File() (*os.File, error) { return c.unix.File() }
 
 // SetDeadline bounds Receive. The zero time removes the bound.

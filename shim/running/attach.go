@@ -52,7 +52,8 @@ type Attached struct {
 	*proto.FrameConn
 	AnnouncesEnd bool // the monitor sends proto.FrameEnd
 
-	inputEnd atomic.Pointer[time.Time] // when the client's input ended; nil: it has not ended, or its end does not matter
+	// When the client's input ended; nil: it has not ended, or its end does not matter.
+	inputEnd atomic.Pointer[time.Time]
 }
 
 // Copy connects streams to a running container until the container or ctx ends, or a write to

@@ -62,7 +62,8 @@ func usageOf(stats *anypb.Any) (u cgstats.Sample, err error) {
 	default:
 		err = fmt.Errorf("statistics of the unknown type %q", stats.GetTypeUrl())
 	}
-	if u.Memory.Limit == 0 || u.Memory.Limit > math.MaxInt64/2 { // the kernel's largest numbers of pages
+	// The kernel's largest numbers of pages.
+	if u.Memory.Limit == 0 || u.Memory.Limit > math.MaxInt64/2 {
 		u.Memory.Limit = cgstats.Unlimited
 	}
 	return u, err

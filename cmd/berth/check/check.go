@@ -209,7 +209,8 @@ func printReport(w io.Writer, r *statecheck.Report, asJSON bool) error {
 		}
 	}
 	if r.Daemon != 0 {
-		program, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", r.Daemon)) // of an older version if a restart is due
+		// Of an older version if a restart is due.
+		program, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", r.Daemon))
 		if err == nil {
 			_, err = fmt.Fprintf(w, "the daemon is process %d, %s\n", r.Daemon, program)
 		}

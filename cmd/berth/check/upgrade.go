@@ -80,7 +80,8 @@ func checkBy(ctx context.Context, cmd *cobra.Command, path string) error {
 	defer cancel()
 	other := exec.CommandContext(ctx, program, args...)
 	other.Stdout, other.Stderr = cmd.OutOrStdout(), cmd.ErrOrStderr()
-	other.Cancel = func() error { return other.Process.Signal(syscall.SIGTERM) } // it undoes what its probes made
+	// It undoes what its probes made.
+	other.Cancel = func() error { return other.Process.Signal(syscall.SIGTERM) }
 	other.WaitDelay = cancelTimeout
 	if err := other.Run(); err != nil {
 		return fmt.Errorf("check by %s: %w", program, errors.Join(err, ctx.Err()))

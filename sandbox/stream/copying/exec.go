@@ -24,7 +24,8 @@ type TerminalSize = proto.TerminalSize
 type IO struct {
 	Stdin          io.Reader
 	Stdout, Stderr io.Writer
-	Resize         <-chan TerminalSize // valid until the session ends; ignored if there is no terminal
+	// Valid until the session ends; ignored if there is no terminal.
+	Resize <-chan TerminalSize
 }
 
 // Spawn starts a goroutine that reads from a client. It returns false when the program is stopping.
@@ -40,8 +41,8 @@ type Process interface {
 }
 
 // Exec connects a client to a command and returns its exit code. It takes over the process, and the
-// kept ends of its pipes. With a terminal, Stdout gets its output. Otherwise the end of Stdin closes
-// the command's stdin.
+// kept ends of its pipes. With a terminal, Stdout gets its output. Otherwise the end of Stdin
+// closes the command's stdin.
 //
 // The session ends with the command's exit, not with the end of its output. When ctx ends, or
 // Stdout or Stderr fails, Exec kills the command and everything it started. The error is

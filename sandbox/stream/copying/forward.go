@@ -28,7 +28,8 @@ func interrupt(conn net.Conn) { _ = conn.SetDeadline(time.Unix(1, 0)) }
 // copyBoth copies in both directions until both have ended, one fails, or ctx ends.
 func (spawn Spawn) copyBoth(ctx context.Context, conn *net.TCPConn, stream io.ReadWriteCloser) error {
 	toPod := make(chan error, 1)
-	spawned := spawn(func() { toPod <- copyToPod(conn, stream) }) // ends when the caller closes stream
+	// Ends when the caller closes stream.
+	spawned := spawn(func() { toPod <- copyToPod(conn, stream) })
 	if !spawned {
 		return errStopping
 	}

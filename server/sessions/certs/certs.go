@@ -55,9 +55,12 @@ type tlsFiles struct {
 	now  func() time.Time
 	last atomic.Pointer[tls.Config]
 
-	mu      sync.Mutex // held by the goroutine that checks the files; other goroutines do not wait for it; guards the fields below
-	looked  time.Time
-	version string // identifies the files from which last was read; empty: the files may have changed since then
+	// It is held by the goroutine that checks the files. Others do not wait. It guards the fields
+	// below.
+	mu     sync.Mutex
+	looked time.Time
+	// Identifies the files from which last was read; empty: the files may have changed since then.
+	version string
 }
 
 // current returns the configuration for a connection.

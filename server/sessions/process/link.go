@@ -135,7 +135,8 @@ func (l *link) await(ctx context.Context, other *proto.Conn) (*proto.Conn, error
 }
 
 // begin asks the daemon to begin a session. It asks again after the daemon's end, but not for an
-// exec, whose command may run already. The error is ResourceExhausted if descriptors are scarce. The caller calls end after the session.
+// exec, whose command may run already. The error is ResourceExhausted if descriptors are scarce.
+// The caller calls end after the session.
 func (l *link) begin(ctx context.Context, open wire.Open) (a wire.Answer, files []*os.File, end func(), err error) {
 	quota, err := copying.NewFDQuota()
 	if err == nil {

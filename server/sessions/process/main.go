@@ -222,7 +222,8 @@ func (p *program) serveDaemon(conn *proto.Conn) error {
 		if err != nil {
 			return err
 		}
-		if err := errors.Join(p.answer(request, reply), reply.Close()); err != nil { // the daemon may have given up
+		// The daemon may have given up.
+		if err := errors.Join(p.answer(request, reply), reply.Close()); err != nil {
 			fmt.Fprintln(p.stderr, "berth-stream: answer the daemon:", err)
 		}
 	}
