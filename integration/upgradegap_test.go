@@ -103,6 +103,36 @@ func (p *prober) gap(from, to time.Time) (longest time.Duration) {
 	return longest
 }
 
+// upgrade replaces the daemon by another. It returns the longest time without an answer, and how long
+// the stop and the start took.
+func (p *prober) upgrade(t *testing.T, d *harness.Daemon) (gap, stop, start time.Duration) {
+	t.Helper()
+	d.Disconnect(t)
+	from := time.Now()
+	d.Signal(t, syscall.SIGTERM)
+	stopped := time.Now()
+	d.Start(t)
+	serves := time.Now()
+	harness.Eventually(t, "probes are answered", func() error {
+		if p.gap(serves, time.Now()) == 0 {
+			return fmt.Errorf("no answer")
+		}
+		return nil
+	})
+	return p.gap(from, time.Now()), stopped.Sub(from), serves.Sub(stopped)
+}
+
+// check expects that no call was refused and that none failed. All calls must have ended.
+func (p *prober) check(t *testing.T) {
+	t.Helper()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	harness.Equal(t, "number of refused connections", p.refused, 0)
+	if len(p.failed) > 0 {
+		t.Errorf("%d calls failed, the first with: %v", len(p.failed), p.failed[0])
+	}
+}
+
 // podChurn starts and stops pods until ctx ends.
 type podChurn struct {
 	done   atomic.Int32 // number of pods
@@ -183,33 +213,16 @@ func TestUpgradesUnderLoad(t *testing.T) {
 			}
 			return nil
 		})
-		d.Disconnect(t)
-		from := time.Now()
-		d.Signal(t, syscall.SIGTERM)
-		stopped := time.Now()
-		d.Start(t)
-		serves := time.Now()
-		harness.Eventually(t, "probes are answered", func() error {
-			if p.gap(serves, time.Now()) == 0 {
-				return fmt.Errorf("no answer")
-			}
-			return nil
-		})
-		stops, starts = append(stops, stopped.Sub(from)), append(starts, serves.Sub(stopped))
-		gaps = append(gaps, p.gap(from, time.Now()))
+		gap, stop, start := p.upgrade(t, d)
+		gaps, stops, starts = append(gaps, gap), append(stops, stop), append(starts, start)
 	}
 	rate := float64(churn.done.Load()) / time.Since(began).Seconds()
 	cancel()
 	wait()
 	probing.Wait()
-	p.mu.Lock()
-	defer p.mu.Unlock()
+	p.check(t)
 	t.Logf("%d pods, %d upgrades, %.1f pods a second started and stopped: %d answers, %d calls cut; gap: %s; stop: %s; start: %s",
 		pods, upgrades, rate, len(p.answers), p.cut, spread(gaps), spread(stops), spread(starts))
-	harness.Equal(t, "number of refused connections", p.refused, 0)
-	if len(p.failed) > 0 {
-		t.Errorf("%d calls failed, the first with: %v", len(p.failed), p.failed[0])
-	}
 	for _, pod := range all {
 		pod.Remove(t)
 	}

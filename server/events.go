@@ -12,7 +12,6 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/metadata"
-	"google.golang.org/grpc/peer"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
@@ -118,11 +117,9 @@ func (s *runtimeService) GetContainerEvents(_ *runtimeapi.GetEventsRequest,
 // follow returns the position of a new stream's client. end forgets it, or keeps it for the next
 // daemon.
 func (e *EventLog) follow(ctx context.Context) (cursor *eventCursor, end func(forget bool)) {
-	info := peerInfo{conn: new(markedConn)}
-	if p, ok := peer.FromContext(ctx); ok {
-		if from, ok := p.AuthInfo.(peerInfo); ok {
-			info = from
-		}
+	info, ok := clientOf(ctx)
+	if !ok {
+		info.conn = new(markedConn)
 	}
 	cursor = &eventCursor{e.cursors.Take(info.process(), e.journal.Last()), newKey(), 0}
 	info.conn.watch(cursor)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -301,15 +302,20 @@ func withEvents(t testing.TB, cfg Config) Config {
 
 // start serves pods and images on a socket in a temporary directory.
 func start(t testing.TB, cfg Config, pods Sandboxes, images Images) *harness {
+	t.Helper()
+	l, err := Listen(filepath.Join(t.TempDir(), "berth.sock"))
+	testutil.Must(t, err)
+	return startOn(t, l, cfg, pods, images)
+}
+
+func startOn(t testing.TB, l net.Listener, cfg Config, pods Sandboxes, images Images) *harness {
 	if fake, ok := images.(*fakeImages); ok && fake.profiles == nil {
 		fake.profiles = emptyProfiles(t)
 	}
 	t.Helper()
-	h := &harness{path: filepath.Join(t.TempDir(), "berth.sock"), log: new(testutil.Buffer)}
+	h := &harness{path: l.Addr().String(), log: new(testutil.Buffer)}
 	log := slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	h.server = New(withEvents(t, cfg), pods, images, log)
-	l, err := Listen(h.path)
-	testutil.Must(t, err)
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
 	var served error

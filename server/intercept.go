@@ -11,7 +11,6 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
@@ -46,6 +45,7 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 		s.logCall(ctx, call)
 	}()
 	if !s.requests.TryAcquire(1) {
+		refuse(ctx)
 		return nil, errdefs.Unavailable("berth is stopping")
 	}
 	defer s.requests.Release(1)
@@ -68,14 +68,14 @@ var waiting = map[string]bool{
 	runtimeapi.ImageService_PullImage_FullMethodName:       true,
 }
 
-// untilStop calls a handler and cancels its context when the server stops. The error is then
-// Unavailable.
+// untilStop calls a handler and cancels its context when the server stops. The call is then refused.
 func (s *Server) untilStop(ctx context.Context, req any, handler grpc.UnaryHandler) (any, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(s.stopping, cancel)()
 	resp, err := handler(ctx, req)
 	if err != nil && s.stopping.Err() != nil {
+		refuse(ctx)
 		err = errdefs.Unavailable("berth is stopping, repeat the call: %w", err)
 	}
 	return resp, err
@@ -166,10 +166,8 @@ func (s *Server) logCall(ctx context.Context, c call) {
 		code = codes.Unavailable // kubelet expects Unknown
 	}
 	attrs := append(c.attrs, slog.Duration("took", c.took), slog.String("code", code.String()))
-	if p, ok := peer.FromContext(ctx); ok {
-		if info, ok := p.AuthInfo.(peerInfo); ok {
-			attrs = append(attrs, slog.Int("peer", int(info.pid)))
-		}
+	if info, ok := clientOf(ctx); ok {
+		attrs = append(attrs, slog.Int("peer", int(info.pid)))
 	}
 	if err != nil {
 		attrs = append(attrs, slog.String("error", status.Convert(err).Message()))

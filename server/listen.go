@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/peer"
 
 	"berth/internal/failpoint"
 	"berth/server/journal"
@@ -167,8 +168,17 @@ type peerCredentials struct{ log *slog.Logger }
 // peerInfo is the AuthInfo of a connection.
 type peerInfo struct {
 	credentials.CommonAuthInfo
-	pid  int32
-	conn *markedConn
+	pid    int32
+	conn   *markedConn
+	frames *refusingConn
+}
+
+// clientOf returns the connection of a call. ok is false in tests without gRPC.
+func clientOf(ctx context.Context) (info peerInfo, ok bool) {
+	if p, found := peer.FromContext(ctx); found {
+		info, ok = p.AuthInfo.(peerInfo)
+	}
+	return info, ok
 }
 
 // process returns the client. It is the zero Process if the client has ended, or if it is in a PID
@@ -190,9 +200,10 @@ func (p peerCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials.A
 	if err != nil {
 		return nil, nil, err
 	}
-	marked := &markedConn{Conn: conn}
+	refusing := &refusingConn{Conn: conn}
+	marked := &markedConn{Conn: refusing}
 	common := credentials.CommonAuthInfo{SecurityLevel: credentials.PrivacyAndIntegrity}
-	return marked, peerInfo{common, cred.Pid, marked}, nil
+	return marked, peerInfo{common, cred.Pid, marked, refusing}, nil
 }
 
 // ClientHandshake implements credentials.TransportCredentials. It always fails.
