@@ -14,7 +14,6 @@ import (
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-	cri "k8s.io/cri-client/pkg"
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
@@ -104,7 +103,8 @@ func TestKubeletStatisticsMatchContainerd(t *testing.T) {
 		t.Skip("the recorded statistics are from cgroup v1")
 	}
 	prepareNode(t)
-	n := newNodeOf(t, startContainerd(t, bin), quickKubelet)
+	d, _ := startContainerd(t, bin)
+	n := newNodeOf(t, d, quickKubelet)
 	n.start(t)
 	t.Cleanup(func() { n.stop(t) })
 	t.Cleanup(func() { n.awaitEmpty(t) })
@@ -159,10 +159,10 @@ path = "%[1]s/opt"
 `
 
 // startContainerd starts containerd at its usual socket, with all other files in a separate
-// directory. It returns containerd as a runtime for a node.
-func startContainerd(t *testing.T, bin string) *harness.Daemon {
+// directory. It returns containerd as a runtime for a node, and a function that restarts it.
+func startContainerd(t *testing.T, bin string) (d *harness.Daemon, restart func()) {
 	t.Helper()
-	d := harness.NewDaemon(t) // provides directories and a network
+	d = harness.NewDaemon(t) // provides directories and a network
 	d.Socket = containerdSocket
 	pause, err := fixture.Image(v1.Config{Cmd: []string{"sleep", "100000"}})
 	harness.Must(t, err)
@@ -170,21 +170,23 @@ func startContainerd(t *testing.T, bin string) *harness.Daemon {
 	config := d.Dir + "/containerd.toml"
 	harness.Must(t, os.WriteFile(config, fmt.Appendf(nil, containerdConfig, d.Dir+"/containerd", d.Socket, pauseName,
 		filepath.Join(bin, "runc"), harness.PluginDir, d.ConfDir), 0o600))
-	daemon := startProgram(t, "containerd", d.Dir+"/containerd.log",
-		"env", "PATH="+bin+":"+os.Getenv("PATH"), filepath.Join(bin, "containerd"), "--config", config, "--log-level", "warn")
-	t.Cleanup(func() { daemon.finish(t) })
-	t.Cleanup(func() { daemon.stop(t) })
-	daemon.waitFor(t, "it answers", func() error {
-		var err error
-		if _, err = os.Stat(d.Socket); err == nil {
-			d.Cri, err = cri.NewRemoteRuntimeServiceBuilder().WithEndpoint("unix://" + d.Socket).WithConnectionTimeout(harness.Patience).Build(t.Context())
-		}
-		if err == nil {
-			_, err = d.Cri.Status(t.Context(), false)
-		}
-		return err
-	})
-	return d
+	start := func() *program {
+		daemon := startProgram(t, "containerd", d.Dir+"/containerd.log",
+			"env", "PATH="+bin+":"+os.Getenv("PATH"), filepath.Join(bin, "containerd"), "--config", config, "--log-level", "warn")
+		t.Cleanup(func() { daemon.finish(t) })
+		t.Cleanup(func() { daemon.stop(t) })
+		return daemon
+	}
+	daemon := start()
+	d.Connect(t)
+	return d, func() {
+		daemon.stop(t)
+		daemon = start()
+		harness.Eventually(t, "containerd answers", func() error {
+			_, err := d.Cri.Status(t.Context(), false)
+			return err
+		})
+	}
 }
 
 // recorded returns the lines of recordedStatistics.

@@ -1,6 +1,7 @@
 package integration
 
 import (
+	"bytes"
 	"crypto/sha256"
 	"fmt"
 	"hash"
@@ -86,12 +87,24 @@ func repeat(run func(io.Reader, io.Writer) error) *repeated {
 // check ends the flow and expects that each byte came back once.
 func (r *repeated) check(t *testing.T, what string) {
 	t.Helper()
-	close(r.release)
-	if err := <-r.ended; err != nil {
+	if err := r.end(); err != nil {
 		t.Errorf("%s: %v", what, err)
 	}
-	harness.Equal(t, what+": bytes", r.out.got.Load(), int64(r.sent))
-	harness.Equal(t, what+": checksum", fmt.Sprintf("%x", r.out.sum.Sum(nil)), fmt.Sprintf("%x", r.sum.Sum(nil)))
+}
+
+// end ends the flow. It returns an error unless each byte came back once.
+func (r *repeated) end() error {
+	close(r.release)
+	if err := <-r.ended; err != nil {
+		return err
+	}
+	if got := r.out.got.Load(); got != int64(r.sent) {
+		return harness.Unexpected("number of bytes", got, r.sent)
+	}
+	if got, want := r.out.sum.Sum(nil), r.sum.Sum(nil); !bytes.Equal(got, want) {
+		return harness.Unexpected("checksum", got, want)
+	}
+	return nil
 }
 
 // repeatExec runs cat in a container, and expects its exit code 7.
@@ -156,6 +169,19 @@ func repeatForward(t *testing.T, address string) *repeated {
 	})
 }
 
+// repeatAll runs a session of each kind, and returns when all are in the middle of their flow.
+func repeatAll(t *testing.T, c *harness.Container, forwarded string) map[string]*repeated {
+	running := map[string]*repeated{"port-forward": repeatForward(t, forwarded)}
+	for _, p := range sessions.Protocols {
+		running["exec over "+p.Name] = repeatExec(t, c, p)
+		running["attach over "+p.Name] = repeatAttach(t, c.Pod, p)
+	}
+	for _, r := range running {
+		<-r.flowing
+	}
+	return running
+}
+
 // replacements replace the daemon by another.
 var replacements = []struct {
 	name string
@@ -190,11 +216,7 @@ func TestSessionsOutliveDaemon(t *testing.T) {
 			pod := d.RunPod(t, harness.HostNetwork)
 			c := pod.Run(t)
 			forwarded := sessions.ForwardPort(t, pod, echoServer(t))
-			running := map[string]*repeated{"port-forward": repeatForward(t, forwarded)}
-			for _, p := range sessions.Protocols {
-				running["exec over "+p.Name] = repeatExec(t, c, p)
-				running["attach over "+p.Name] = repeatAttach(t, pod, p)
-			}
+			running := repeatAll(t, c, forwarded)
 			typed, typing := io.Pipe()
 			resize := sessions.Sizes{Resized: make(chan remotecommand.TerminalSize)}
 			var screen sessions.Screen
@@ -211,9 +233,6 @@ func TestSessionsOutliveDaemon(t *testing.T) {
 			var hello sessions.Screen
 			o := remotecommand.StreamOptions{Stdout: &hello}
 			early := c.ExecURL(t, o, "sh", "-c", "echo hello; exit 9")
-			for _, r := range running {
-				<-r.flowing
-			}
 
 			replacement.do(t, d)
 

@@ -506,6 +506,16 @@ func (d *Daemon) Launchers() []int {
 func (d *Daemon) connect(t *testing.T) {
 	t.Helper()
 	d.waitReady(t)
+	d.Connect(t)
+}
+
+// Connect makes the clients to the runtime at the socket, which may be another than berth. It waits
+// until the runtime answers.
+func (d *Daemon) Connect(t *testing.T) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), Patience)
+	defer cancel()
+	Must(t, answers(ctx, d.Socket))
 	endpoint := "unix://" + d.Socket
 	var err error
 	d.Cri, err = cri.NewRemoteRuntimeServiceBuilder().WithEndpoint(endpoint).WithConnectionTimeout(callTimeout).Build(t.Context())
