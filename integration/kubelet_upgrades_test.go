@@ -86,9 +86,8 @@ func TestKubeletThroughUpgrades(t *testing.T) {
 		p.wasLeftAlone(t, before[p.name])
 	}
 	p.check(t)
-	answers, _, _ := p.results()
-	t.Logf("%d probed pods, %d upgrades, %.1f pods a second started and stopped by kubelet, %d answers; gap: %s; "+
-		"complaints without upgrades: %d, with: %d", probed, upgrades, rate, answers, spread(gaps), sum(quiet), sum(upgraded))
+	t.Logf("%d probed pods, %d upgrades, %.1f pods a second started and stopped by kubelet, %s; gap: %s; "+
+		"complaints without upgrades: %d, with: %d", probed, upgrades, rate, p.results(), spread(gaps), sum(quiet), sum(upgraded))
 }
 
 // wasLeftAlone expects that the pod's containers run as before, and that the pod was always ready.

@@ -99,10 +99,9 @@ func measureRestarts(t *testing.T, d *harness.Daemon, restart func()) (cost rest
 		}
 	}
 	cost.Doubled = w.doubled(t)
-	answers, cut, failed := p.results()
 	t.Logf("%d pods, %d restarts: %d of %d sessions cut, %d of 2 long calls failed, %d of %d events missed, %d doubled; "+
-		"%d short calls answered, %d cut, %d failed otherwise; longest time without an answer: %s", pods, restarts+1,
-		cost.Sessions, len(running), cost.Calls, cost.Missed, 4*len(ids), cost.Doubled, answers, cut, failed, spread(gaps))
+		"%s; longest time without an answer: %s", pods, restarts+1,
+		cost.Sessions, len(running), cost.Calls, cost.Missed, 4*len(ids), cost.Doubled, p.results(), spread(gaps))
 	return cost
 }
 

@@ -27,7 +27,7 @@ type prober struct {
 	// +checklocks:mu
 	answers []time.Time
 	// +checklocks:mu
-	cut int // calls that a restart has cut
+	cut []error // of calls that a restart has cut
 	// +checklocks:mu
 	refused int // of these, calls that could not connect
 	// +checklocks:mu
@@ -78,7 +78,7 @@ func (p *prober) note(err error) (repeat bool) {
 	case err == nil:
 		p.answers = append(p.answers, time.Now())
 	case harness.CodeOf(err) == codes.Unavailable:
-		p.cut++
+		p.cut = append(p.cut, err)
 		if strings.Contains(err.Error(), "dial") {
 			p.refused++
 		}
@@ -138,11 +138,17 @@ func (p *prober) during(t *testing.T, restart func()) (gap time.Duration) {
 	return p.gap(from, time.Now())
 }
 
-// results returns the numbers of answers, of calls that a restart has cut, and of other failures.
-func (p *prober) results() (answers, cut, failed int) {
+// results describes the answers, the calls that a restart has cut, and other failures.
+func (p *prober) results() string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return len(p.answers), p.cut, len(p.failed)
+	describe := func(errs []error) string {
+		if len(errs) == 0 {
+			return "0"
+		}
+		return fmt.Sprintf("%d (such as %v)", len(errs), errs[0])
+	}
+	return fmt.Sprintf("%d calls answered, %s cut, %s failed otherwise", len(p.answers), describe(p.cut), describe(p.failed))
 }
 
 // check expects that no call was refused and that none failed. All calls must have ended.
@@ -244,9 +250,8 @@ func TestUpgradesUnderLoad(t *testing.T) {
 	wait()
 	probing.Wait()
 	p.check(t)
-	answers, cut, _ := p.results()
-	t.Logf("%d pods, %d upgrades, %.1f pods a second started and stopped: %d answers, %d calls cut; gap: %s; stop: %s; start: %s",
-		pods, upgrades, rate, answers, cut, spread(gaps), spread(stops), spread(starts))
+	t.Logf("%d pods, %d upgrades, %.1f pods a second started and stopped: %s; gap: %s; stop: %s; start: %s",
+		pods, upgrades, rate, p.results(), spread(gaps), spread(stops), spread(starts))
 	for _, pod := range all {
 		pod.Remove(t)
 	}

@@ -76,25 +76,30 @@ func TestSessionsOutliveDowngrade(t *testing.T) {
 	}
 	leaves := openShell(t, c, sessions.Spdy)
 	attached := sessions.Attach(t, pod.Run(t, harness.Script("exec cat"), harness.WithStdin(false)), sessions.Spdy)
-	use := func(bin, line string) {
-		d.Stop(t)
-		d.UseVersion(t, bin, d.Extra...)
-		d.Start(t)
+	answers := func(line string) {
 		for _, s := range stay {
 			s.answers(t, line)
 		}
 		attached.Send(t, line+"\n")
 		attached.Stdout.WaitFor(t, line+"\n")
 	}
+	use := func(bin string) {
+		d.Stop(t)
+		d.UseVersion(t, bin, d.Extra...)
+		d.Start(t)
+	}
 
-	use(older, "older")
+	answers("before")
+	use(older)
+	answers("older")
 	leaves.hangUp()
 	<-leaves.ended
 	harness.EventuallyTrue(t, "the command of the client that has gone is killed", func() bool { return commands() == len(stay) })
 	ofOlder := openShell(t, c, sessions.Spdy)
 	ofOlder.exit(t)
 
-	use("", "newer")
+	use("")
+	answers("newer")
 	harness.Equal(t, "process of the container", c.Pid(t), pid)
 	for _, s := range stay {
 		s.exit(t)
