@@ -70,10 +70,10 @@ var waiting = map[string]bool{
 
 // untilStop calls a handler and cancels its context when the server stops. The call is then refused.
 func (s *Server) untilStop(ctx context.Context, req any, handler grpc.UnaryHandler) (any, error) {
-	ctx, cancel := context.WithCancel(ctx)
+	cut, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(s.stopping, cancel)()
-	resp, err := handler(ctx, req)
+	resp, err := handler(cut, req)
 	if err != nil && s.stopping.Err() != nil {
 		refuse(ctx)
 		err = errdefs.Unavailable("berth is stopping, repeat the call: %w", err)

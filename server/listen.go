@@ -200,7 +200,7 @@ func (p peerCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials.A
 	if err != nil {
 		return nil, nil, err
 	}
-	refusing := &refusingConn{Conn: conn}
+	refusing := newRefusingConn(conn)
 	marked := &markedConn{Conn: refusing}
 	common := credentials.CommonAuthInfo{SecurityLevel: credentials.PrivacyAndIntegrity}
 	return marked, peerInfo{common, cred.Pid, marked, refusing}, nil

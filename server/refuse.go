@@ -16,12 +16,19 @@ import (
 // call can be repeated (RFC 9113, 8.7), and gRPC's clients then repeat it themselves, once, on a new
 // connection. All calls that berth refuses have either not begun, or continue when they are repeated.
 
-// refuse refuses the call of ctx. The handler must return an error afterwards, which the client sees
-// only if the call could not be refused.
+// refuse refuses the call of ctx while the server stops. It first waits until the client knows that
+// the connection ends, because the client must not repeat the call on this connection. The handler
+// must return an error afterwards, which the client sees only if the call could not be refused.
 func refuse(ctx context.Context) {
 	info, isOurs := clientOf(ctx)
-	if id, ok := streamID(ctx); ok && isOurs {
+	id, ok := streamID(ctx)
+	if !ok || !isOurs {
+		return
+	}
+	select {
+	case <-info.frames.leaving:
 		info.frames.refuse(id)
+	case <-ctx.Done(): // the connection has ended
 	}
 }
 
@@ -44,6 +51,7 @@ const frameHead = 9 // bytes of the head of an HTTP/2 frame
 // refusingConn is a server's HTTP/2 connection. It can send frames of its own.
 type refusingConn struct {
 	net.Conn
+	leaving chan struct{} // closed when gRPC has written GOAWAY
 
 	mu sync.Mutex // guards the fields below; held while bytes are written to the socket
 	// +checklocks:mu
@@ -52,6 +60,10 @@ type refusingConn struct {
 	rest int // missing bytes of the last frame's content
 	// +checklocks:mu
 	refusals []byte // frames that are written when the last frame is complete
+}
+
+func newRefusingConn(conn net.Conn) *refusingConn {
+	return &refusingConn{Conn: conn, leaving: make(chan struct{})}
 }
 
 // Write implements net.Conn.
@@ -83,14 +95,28 @@ func (c *refusingConn) follow(b []byte) {
 		if c.rest == 0 {
 			n = min(frameHead-len(c.head), len(b))
 			if c.head = append(c.head, b[:n]...); len(c.head) == frameHead {
-				c.rest = int(c.head[0])<<16 | int(c.head[1])<<8 | int(c.head[2])
-				c.head = c.head[:0]
+				c.begin()
 			}
 		} else {
 			c.rest -= n
 		}
 		b = b[n:]
 	}
+}
+
+// begin reads the head of a frame: three bytes of length, one of type.
+//
+// +checklocks:c.mu
+func (c *refusingConn) begin() {
+	c.rest = int(c.head[0])<<16 | int(c.head[1])<<8 | int(c.head[2])
+	if http2.FrameType(c.head[3]) == http2.FrameGoAway {
+		select {
+		case <-c.leaving:
+		default:
+			close(c.leaving)
+		}
+	}
+	c.head = c.head[:0]
 }
 
 // writeRefusals writes the refusals if the last frame is complete. If it fails, gRPC's next write

@@ -13,19 +13,27 @@ import (
 	"berth/internal/testutil"
 )
 
-// When a server stops, a call that it cuts succeeds at the next server. Its client sees no error.
-func TestStoppedCallsAreRefused(t *testing.T) {
+// heldSocket returns a function that makes listeners of one socket, at which connections wait while no
+// server runs.
+func heldSocket(t *testing.T) (listen func() net.Listener) {
 	held, err := Listen(filepath.Join(t.TempDir(), "berth.sock"))
 	testutil.Must(t, err)
-	defer held.Close()
 	file, err := held.(*net.UnixListener).File()
 	testutil.Must(t, err)
-	defer file.Close()
-	listen := func() net.Listener {
+	t.Cleanup(func() {
+		testutil.Must(t, held.Close())
+		testutil.Must(t, file.Close())
+	})
+	return func() net.Listener {
 		l, err := net.FileListener(file)
 		testutil.Must(t, err)
 		return l
 	}
+}
+
+// When a server stops, a call that it cuts succeeds at the next server. Its client sees no error.
+func TestStoppedCallsAreRefused(t *testing.T) {
+	listen := heldSocket(t)
 	begun := make(chan struct{})
 	first := startOn(t, listen(), testConfig, &fakePods{hook: func(ctx context.Context, method string) error {
 		if method != "StopContainer" {
@@ -48,6 +56,30 @@ func TestStoppedCallsAreRefused(t *testing.T) {
 	}
 }
 
+// Calls that arrive while a server stops wait for the next server.
+func TestCallsDuringStopReachNextServer(t *testing.T) {
+	listen := heldSocket(t)
+	h := startOn(t, listen(), testConfig, &fakePods{}, &fakeImages{})
+	ctx, cancel := context.WithCancel(t.Context())
+	calling := make(chan error, 1)
+	client := h.runtime
+	go func() {
+		var err error
+		for ctx.Err() == nil && err == nil {
+			_, err = client.Version(context.WithoutCancel(ctx), &runtimeapi.VersionRequest{})
+		}
+		calling <- err
+	}()
+	for range 20 {
+		testutil.Must(t, h.stop())
+		h = startOn(t, listen(), testConfig, &fakePods{}, &fakeImages{})
+	}
+	cancel()
+	if err := <-calling; err != nil {
+		t.Errorf("the client sees %v", err)
+	}
+}
+
 // written is a connection that keeps what is written.
 type written struct {
 	net.Conn
@@ -66,7 +98,7 @@ func TestRefusalsStandBetweenFrames(t *testing.T) {
 	testutil.Must(t, framer.WriteData(3, true, nil))
 	for at := range frames.Len() + 1 {
 		out := &written{}
-		c := &refusingConn{Conn: out}
+		c := newRefusingConn(out)
 		_, err := c.Write(frames.Bytes()[:at])
 		testutil.Must(t, err)
 		c.refuse(5)
