@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	_ "embed"
 	"errors"
 	"fmt"
 	"os"
@@ -39,6 +40,9 @@ type bench struct {
 	cold *cold // of openCold
 }
 
+//go:embed testdata/withoutcpu.c
+var withoutCPU []byte
+
 // open starts the registry and all runtimes. A runtime that does not start is left out, but berth's
 // failure is an error.
 func (b *bench) open(ctx context.Context) error {
@@ -53,6 +57,11 @@ func (b *bench) open(ctx context.Context) error {
 		}
 	}
 	site := &subject.Site{Machine: b.machine, Dir: b.dir, State: b.state, Work: work}
+	if controllers, ok := subject.Controllers(); ok && b.peers != "" && !slices.Contains(controllers, "cpu") {
+		if site.WithoutCPU, err = compile(ctx, b.dir, "withoutcpu", withoutCPU); err != nil {
+			return err
+		}
+	}
 	if err := b.openBerth(ctx, site, report.Ours, b.berth, b.revision); err != nil {
 		return err
 	}
@@ -101,7 +110,7 @@ func (b *bench) openBerth(ctx context.Context, site *subject.Site, column, bin, 
 	return nil
 }
 
-// openPeers starts containerd with runc and with crun, if their programs exist.
+// openPeers starts CRI-O with crun, and containerd with runc and with crun, if their programs exist.
 func (b *bench) openPeers(ctx context.Context, site *subject.Site) error {
 	program, err := pauseProgram()
 	if err != nil {
@@ -120,18 +129,30 @@ func (b *bench) openPeers(ctx context.Context, site *subject.Site) error {
 		return err
 	}
 	b.add(site.Containerd(ctx, b.peers, filepath.Join(b.peers, "runc"), b.registry.Host, sandbox))
-	crun := filepath.Join(b.peers, "crun")
-	if _, err := os.Stat(crun); err != nil {
-		if crun, err = exec.LookPath("crun"); err != nil {
-			return err
-		}
+	crun, err := b.peer("crun")
+	if err != nil {
+		return err
 	}
 	s, err := site.Containerd(ctx, b.peers, crun, b.registry.Host, sandbox)
 	if err == nil {
 		s.Twin = true
 	}
 	b.add(s, err)
+	conmon, err := b.peer("conmon")
+	if err != nil {
+		return err
+	}
+	b.add(site.CRIO(ctx, b.peers, crun, conmon, b.registry.Host, sandbox))
 	return nil
+}
+
+// peer returns the path of a program: that of the peers, or else the machine's.
+func (b *bench) peer(name string) (string, error) {
+	path := filepath.Join(b.peers, name)
+	if _, err := os.Stat(path); err == nil {
+		return path, nil
+	}
+	return exec.LookPath(name)
 }
 
 // add adds a runtime, or prints why it is left out.

@@ -43,7 +43,7 @@ func (b *bench) openCheckpoints(ctx context.Context) (err error) {
 	if b.registry, err = fixture.NewRegistry(); err != nil {
 		return err
 	}
-	img, err := tickerImage(b.state)
+	img, err := tickerImage(ctx, b.state)
 	if err != nil {
 		return err
 	}
@@ -78,13 +78,10 @@ func (b *bench) openCheckpoints(ctx context.Context) (err error) {
 }
 
 // tickerImage returns an image with busybox and both tickers.
-func tickerImage(dir string) (v1.Image, error) {
-	source, program := filepath.Join(dir, "ticker.c"), filepath.Join(dir, "ticker")
-	if err := os.WriteFile(source, tickerC, 0o600); err != nil {
+func tickerImage(ctx context.Context, dir string) (v1.Image, error) {
+	program, err := compile(ctx, dir, "ticker", tickerC)
+	if err != nil {
 		return nil, err
-	}
-	if out, err := exec.Command("cc", "-O2", "-static", "-o", program, source).CombinedOutput(); err != nil {
-		return nil, fmt.Errorf("compile ticker.c: %w: %s", err, out)
 	}
 	content, err := os.ReadFile(program)
 	if err != nil {
@@ -97,6 +94,18 @@ func tickerImage(dir string) (v1.Image, error) {
 		return nil, err
 	}
 	return fixture.Image(v1.Config{}, layer)
+}
+
+// compile compiles a C program into a directory, and returns its path.
+func compile(ctx context.Context, dir, name string, text []byte) (program string, err error) {
+	program = filepath.Join(dir, name)
+	if err := os.WriteFile(program+".c", text, 0o600); err != nil {
+		return "", err
+	}
+	if out, err := exec.CommandContext(ctx, "cc", "-O2", "-static", "-o", program, program+".c").CombinedOutput(); err != nil {
+		return "", fmt.Errorf("compile %s.c: %w: %s", name, err, out)
+	}
+	return program, nil
 }
 
 // extract writes the files of an image into a new directory.

@@ -118,15 +118,7 @@ func (n *node) survives(t *testing.T, r recording, c cut, again bool) {
 	}
 	n.visibleLayersAreWhole(t, c.of(t, r.disk))
 
-	end := n.boot(t, c.of(t, r.disk))
-	allowed, what := r.history.at(c.position)
-	found := list(t, n.Daemon)
-	if !slices.ContainsFunc(allowed, found.equal) {
-		t.Errorf("%s: the images are %v, want one of %v", what, found, allowed)
-	}
-	n.ready(t)
-	n.podsAreGone(t)
-	n.removeSetAside(t)
+	found, end := n.comesBack(t, r, c)
 	n.checkRecords(t)
 	n.serves(t, found)
 	n.pullsEverything(t)
@@ -134,6 +126,22 @@ func (n *node) survives(t *testing.T, r recording, c cut, again bool) {
 	n.Clean(t)
 	n.NoLeaks(t)
 	end()
+}
+
+// comesBack boots the node from the disk after a power failure. It returns the images, which must
+// be those of the time of the failure, and a function that ends the daemon. No pod may be left.
+func (n *node) comesBack(t *testing.T, r recording, c cut) (found known, end func()) {
+	t.Helper()
+	end = n.boot(t, c.of(t, r.disk))
+	allowed, what := r.history.at(c.position)
+	found = list(t, n.Daemon)
+	if !slices.ContainsFunc(allowed, found.equal) {
+		t.Errorf("%s: the images are %v, want one of %v", what, found, allowed)
+	}
+	n.ready(t)
+	n.podsAreGone(t)
+	n.removeSetAside(t)
+	return found, end
 }
 
 // interruptedRecovery boots from the disk after a power failure, pulls images, kills the daemon,

@@ -29,15 +29,7 @@ func TestPowerCutDuringUpgrade(t *testing.T) {
 				c := r.choose(random)
 				t.Run(fmt.Sprint(i), func(t *testing.T) {
 					t.Logf("the power fails at %v", c)
-					end := n.boot(t, c.of(t, r.disk))
-					allowed, what := r.history.at(c.position)
-					found := list(t, n.Daemon)
-					if !slices.ContainsFunc(allowed, found.equal) {
-						t.Errorf("%s: the images are %v, want one of %v", what, found, allowed)
-					}
-					n.ready(t)
-					n.podsAreGone(t)
-					n.removeSetAside(t)
+					found, end := n.comesBack(t, r, c)
 					n.runsAll(t, found)
 					n.checkRecords(t, "--bytes")
 					n.Clean(t)

@@ -77,21 +77,31 @@ func (at *Site) Containerd(ctx context.Context, peers, ociRuntime, registry, san
 		return nil, err
 	}
 	s := &Subject{Column: "containerd + " + oci, Root: root}
-	version, err := exec.CommandContext(ctx, ociRuntime, "--version").Output()
+	version, err := versionOf(ctx, ociRuntime)
 	if err != nil {
-		return nil, fmt.Errorf("%s --version: %w", ociRuntime, err)
+		return nil, err
 	}
-	s.with, _, _ = strings.Cut(string(version), "\n")
-	s.with += ", gzip by " + containerdInflates()
+	s.with = version + ", gzip by " + containerdInflates()
 	return at.start(ctx, s, recipe{
-		name:     name,
-		programs: []string{filepath.Join(peers, "containerd"), filepath.Join(peers, "containerd-shim-runc-v2"), ociRuntime},
+		name:       name,
+		programs:   []string{filepath.Join(peers, "containerd"), filepath.Join(peers, "containerd-shim-runc-v2")},
+		ociRuntime: ociRuntime,
 		config: fmt.Sprintf(containerdConfig, root, d.state+"/state", d.socket, sandboxImage, hosts, filepath.Join(d.bin, oci), plugins, d.netd,
 			d.state+"/nri.sock", d.state+"/nri", filepath.Join(at.Dir, name, "opt")),
 		args: func(bin, config string) []string {
 			return append(legacyCgroups(oci), filepath.Join(bin, "containerd"), "--config", config, "--log-level", "warn")
 		},
 	})
+}
+
+// versionOf returns the first line that a program prints with --version.
+func versionOf(ctx context.Context, program string) (string, error) {
+	version, err := exec.CommandContext(ctx, program, "--version").Output()
+	if err != nil {
+		return "", fmt.Errorf("%s --version: %w", program, err)
+	}
+	line, _, _ := strings.Cut(string(version), "\n")
+	return line, nil
 }
 
 // containerdInflates returns what containerd inflates gzip with: the first of these programs in its

@@ -35,6 +35,9 @@ type Site struct {
 	Work    Workload
 	CRIU    string // program for berth; empty: no checkpoints
 	HTTP    string // a registry that speaks plain HTTP, but not on loopback; empty: none
+	// WithoutCPU is a program that runs the peers' OCI runtimes without the pods' CPU weight, because
+	// the cpu controller is missing (testdata/withoutcpu.c). Empty: not needed.
+	WithoutCPU string
 
 	bridges int
 }
@@ -46,7 +49,10 @@ const startLimit = 2 * time.Minute
 type recipe struct {
 	name     string   // name of its directory and its cgroup
 	programs []string // paths; the daemon gets copies, so that it shares no page of its programs with other processes
-	config   string   // content of its configuration file
+	// ociRuntime is the path of another program to copy. Where the cpu controller is missing, its
+	// copy has the suffix .oci, and Site.WithoutCPU takes its name. Empty: none.
+	ociRuntime string
+	config     string // content of its configuration file
 	// args returns the command line. bin is the directory of the copies, config the path of the
 	// configuration file.
 	args func(bin, config string) []string
@@ -60,8 +66,19 @@ func (at *Site) start(ctx context.Context, s *Subject, r recipe) (*Subject, erro
 			return nil, err
 		}
 	}
+	copies := map[string]string{}
 	for _, program := range r.programs {
-		if err := copyProgram(filepath.Join(dir.bin, filepath.Base(program)), program); err != nil {
+		copies[filepath.Base(program)] = program
+	}
+	if r.ociRuntime != "" {
+		oci := filepath.Base(r.ociRuntime)
+		copies[oci] = r.ociRuntime
+		if at.WithoutCPU != "" {
+			copies[oci], copies[oci+".oci"] = at.WithoutCPU, r.ociRuntime
+		}
+	}
+	for name, program := range copies {
+		if err := copyProgram(filepath.Join(dir.bin, name), program); err != nil {
 			return nil, err
 		}
 	}
