@@ -269,6 +269,18 @@ func TestProcessOfSessionsIsKilled(t *testing.T) {
 	next.check(t, "the next session")
 }
 
+// The process of sessions ends some time after the last session, and the next session starts one.
+func TestProcessOfSessionsEndsWithoutSessions(t *testing.T) {
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
+	for range 2 {
+		session := repeatExec(t, c, sessions.Spdy)
+		harness.Equal(t, "number of processes", len(d.SessionProcesses()), 1)
+		session.check(t, "a session")
+		harness.EventuallyTrue(t, "the process ends", func() bool { return len(d.SessionProcesses()) == 0 })
+	}
+}
+
 // Sessions cost little memory: the process that has them, and what a session adds to it and to the
 // daemon.
 func TestMemoryOfSessions(t *testing.T) {

@@ -721,9 +721,10 @@ func (d *Daemon) ForgetMounts(t *testing.T) {
 	d.Mounts = nil
 }
 
-// forgetOwnMounts waits for the process of sessions, whose socket is in the state directory.
+// forgetOwnMounts ends the processes of sessions, whose sockets are in the state directory.
 func (d *Daemon) forgetOwnMounts(t *testing.T) {
 	t.Helper()
+	d.EndSessions(t)
 	for _, point := range slices.Backward(machine.Mountpoints(t, os.Getpid())) {
 		if strings.HasPrefix(point, d.State) {
 			Must(t, WaitUpTo(leakPatience, func() error { return syscall.Unmount(point, 0) }))
