@@ -7,7 +7,6 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"sync"
@@ -286,19 +285,17 @@ func TestProcessOfSessionsEndsWithoutSessions(t *testing.T) {
 func TestMemoryOfSessions(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
-	used := func() (kib int) {
-		for _, pid := range machine.Processes() {
-			switch name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)); string(name) {
-			case "berth-stream\n", "berthd\n":
-				kib += int(harness.Get(subject.PSS(pid))(t)) >> 10
-			}
+	used := func() (kib, streams int) {
+		kib = int(harness.Get(subject.PSS(d.Cmd.Process.Pid))(t)) >> 10
+		for _, pid := range d.SessionProcesses() {
+			streams += int(harness.Get(subject.PSS(pid))(t)) >> 10
 		}
-		return kib
+		return kib + streams, streams
 	}
-	before := used()
+	before, _ := used()
 	var all []*io.PipeWriter
 	ended := make(chan error)
-	open := func(n int) int {
+	open := func(n int) (kib, streams int) {
 		for range n {
 			in, typing := io.Pipe()
 			all = append(all, typing)
@@ -313,9 +310,9 @@ func TestMemoryOfSessions(t *testing.T) {
 		}
 		return used()
 	}
-	one := open(1)
-	many := open(49)
-	t.Logf("KiB: %d without a session, %d with one, %d with 50", before, one, many)
+	one, streams := open(1)
+	many, _ := open(49)
+	t.Logf("KiB: %d without a session, %d with one, of which %d are the process of sessions, %d with 50", before, one, streams, many)
 	if each := (many - one) / 49; each > 1<<10 {
 		t.Errorf("each session takes %d KiB", each)
 	}

@@ -12,6 +12,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -65,6 +66,7 @@ type Daemon struct {
 	Cri     internalapi.RuntimeService
 	Images  internalapi.ImageManagerService
 	Objects []string        // IDs of all created pods and containers, for the leak check
+	naming  sync.Mutex      // for Parents while several goroutines make pods
 	Parents []string        // the pods' cgroups
 	Mounts  []string        // mounts that options made for the daemon
 	Empty   inventory.Items // the daemon and the machine before the first pod
