@@ -66,7 +66,8 @@ func TestCgroupDriverOfPodsIsKept(t *testing.T) {
 				t.Helper()
 				spec := &state.PodSpec{ID: strings.Repeat("ab", 32), BootID: boot, CgroupsPath: tt.path,
 					Config: &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "web"}}}
-				testutil.Must(t, records.WritePod(spec, &state.PodStatus{}))
+				status := state.NewPodStatus(state.PodReady)
+				testutil.Must(t, records.WritePod(spec, &status))
 			}
 			write(bootID)
 			check(true, tt.refused)
