@@ -8,7 +8,6 @@ import (
 	"io"
 	"math/rand/v2"
 	"net"
-	"os"
 	"os/exec"
 	"path/filepath"
 	"sync"
@@ -288,24 +287,34 @@ func TestProcessOfSessionsIsKilled(t *testing.T) {
 	next.check(t, "the next session")
 }
 
+// The process of sessions ends some time after the last session, and the next session starts one.
+func TestProcessOfSessionsEndsWithoutSessions(t *testing.T) {
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
+	for range 2 {
+		session := repeatExec(t, c, sessions.Spdy)
+		harness.Equal(t, "number of processes", len(d.SessionProcesses()), 1)
+		session.check(t, "a session")
+		harness.EventuallyTrue(t, "the process ends", func() bool { return len(d.SessionProcesses()) == 0 })
+	}
+}
+
 // Sessions cost little memory: the process that has them, and what a session adds to it and to the
 // daemon.
 func TestMemoryOfSessions(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
-	used := func() (kib int) {
-		for _, pid := range machine.Processes() {
-			switch name, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)); string(name) {
-			case "berth-stream\n", "berthd\n":
-				kib += int(harness.Get(subject.PSS(pid))(t)) >> 10
-			}
+	used := func() (kib, streams int) {
+		kib = int(harness.Get(subject.PSS(d.Cmd.Process.Pid))(t)) >> 10
+		for _, pid := range d.SessionProcesses() {
+			streams += int(harness.Get(subject.PSS(pid))(t)) >> 10
 		}
-		return kib
+		return kib + streams, streams
 	}
-	before := used()
+	before, _ := used()
 	var all []*io.PipeWriter
 	ended := make(chan error)
-	open := func(n int) int {
+	open := func(n int) (kib, streams int) {
 		for range n {
 			in, typing := io.Pipe()
 			all = append(all, typing)
@@ -320,9 +329,9 @@ func TestMemoryOfSessions(t *testing.T) {
 		}
 		return used()
 	}
-	one := open(1)
-	many := open(49)
-	t.Logf("KiB: %d without a session, %d with one, %d with 50", before, one, many)
+	one, streams := open(1)
+	many, _ := open(49)
+	t.Logf("KiB: %d without a session, %d with one, of which %d are the process of sessions, %d with 50", before, one, streams, many)
 	if each := (many - one) / 49; each > 1<<10 {
 		t.Errorf("each session takes %d KiB", each)
 	}

@@ -15,6 +15,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 	"berth/internal/testutil"
 )
 
@@ -261,6 +262,29 @@ func TestUpgradesUnderLoad(t *testing.T) {
 func spread(all []time.Duration) string {
 	slices.Sort(all)
 	return fmt.Sprintf("median %s, longest %s", all[len(all)/2].Round(time.Millisecond), all[len(all)-1].Round(time.Millisecond))
+}
+
+// A long ExecSync does not delay the daemon's end. Its command is killed, and does not run again.
+func TestExecSyncIsCutByUpgrade(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithHeldSocket)
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
+	client := harness.RawRuntime(t, d)
+	ended := make(chan error, 1)
+	go func() {
+		_, err := client.ExecSync(context.WithoutCancel(t.Context()), &runtimeapi.ExecSyncRequest{
+			ContainerId: c.Id, Cmd: []string{"sh", "-c", "echo ran >>/tmp/runs; exec sleep 110987"}})
+		ended <- err
+	}()
+	look := func(command string) string { return c.Exec(t, "sh", "-c", command) }
+	harness.EventuallyTrue(t, "the command runs", func() bool { return look("cat /tmp/runs || true") == "ran" })
+	d.Stop(t)
+	harness.WantCode(t, <-ended, codes.Unavailable)
+	if log := d.Tail(); strings.Contains(log, "cancel requests that still run") {
+		t.Errorf("the stop waited for the command:\n%s", log)
+	}
+	d.Start(t)
+	harness.Equal(t, "runs", look("cat /tmp/runs"), "ran")
+	harness.EventuallyTrue(t, "the command is killed", func() bool { return len(machine.ProcessesOf("sleep 110987")) == 0 })
 }
 
 // A stop of a container that is in flight does not delay the daemon's end. It goes on at the next

@@ -40,6 +40,9 @@ func CgroupsPath(parent, id string, systemdDriver bool) (string, error) {
 	return cgroupfsPath(parent, id)
 }
 
+// IsSystemdPath reports whether CgroupsPath made a path for the systemd driver.
+func IsSystemdPath(cgroupsPath string) bool { return !path.IsAbs(cgroupsPath) }
+
 func cgroupfsPath(parent, id string) (string, error) {
 	if parent == "" {
 		parent = DefaultCgroupParent

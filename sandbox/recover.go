@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
+	goruntime "runtime"
 
 	"golang.org/x/sync/errgroup"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -64,13 +65,19 @@ func (r *recovery) run(ctx context.Context) error {
 	return nil
 }
 
+// recoverPods recovers all pods, on all processors, because no client is answered meanwhile.
 func (r *recovery) recoverPods() error {
+	var pods errgroup.Group
+	pods.SetLimit(goruntime.GOMAXPROCS(0))
 	for _, p := range r.m.objects.pods.Snapshot() {
-		if err := r.recoverPod(p.unshared()); err != nil {
-			return fmt.Errorf("recover pod %s: %w", p.ID, err)
-		}
+		pods.Go(func() error {
+			if err := r.recoverPod(p.unshared()); err != nil {
+				return fmt.Errorf("recover pod %s: %w", p.ID, err)
+			}
+			return nil
+		})
 	}
-	return nil
+	return pods.Wait()
 }
 
 // recoverContainers recovers all containers. It looks up their shims in parallel.
@@ -163,8 +170,8 @@ func (r *recovery) reserveLabels() error {
 	return nil
 }
 
-// recoverPod acts on the recorded phase. It needs no lock, because no other goroutine uses the
-// manager yet.
+// recoverPod acts on the recorded phase. It needs no lock, because no other goroutine uses the pod
+// yet.
 func (r *recovery) recoverPod(p lockedPod) error {
 	// No client got the ID, or a client requested the removal.
 	if p.Phase() == state.PodStarting || p.Restoring || p.Phase() == state.Removing {

@@ -52,8 +52,8 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 	if s.changing != nil && changing[info.FullMethod] {
 		defer s.changing()()
 	}
-	if waiting[info.FullMethod] {
-		resp, err = s.untilStop(ctx, req, handler)
+	if grace, waits := waiting[info.FullMethod]; waits {
+		resp, err = s.untilStop(ctx, grace, req, handler)
 	} else {
 		resp, err = handler(ctx, req)
 	}
@@ -61,22 +61,33 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 	return resp, err
 }
 
-// waiting are methods that may take minutes, and that continue when the client repeats them. A stop
-// cuts them at once, because no request is answered until the next daemon serves.
-var waiting = map[string]bool{
-	runtimeapi.RuntimeService_StopContainer_FullMethodName: true,
-	runtimeapi.ImageService_PullImage_FullMethodName:       true,
+// waiting are methods that may take minutes. A stop cuts them, because no request is answered until
+// the next daemon serves. Stops and pulls continue when the client repeats them. The command of an
+// ExecSync is killed, so short ones get some time to end.
+var waiting = map[string]time.Duration{
+	runtimeapi.RuntimeService_StopContainer_FullMethodName: 0,
+	runtimeapi.ImageService_PullImage_FullMethodName:       0,
+	runtimeapi.RuntimeService_ExecSync_FullMethodName:      50 * time.Millisecond,
 }
 
-// untilStop calls a handler and cancels its context when the server stops. The call is then refused.
-func (s *Server) untilStop(ctx context.Context, req any, handler grpc.UnaryHandler) (any, error) {
+// untilStop calls a handler and cancels its context some time after the server's stop. A call
+// without grace is then refused, because it continues when the client repeats it.
+func (s *Server) untilStop(ctx context.Context, grace time.Duration, req any, handler grpc.UnaryHandler) (any, error) {
 	cut, cancel := context.WithCancel(ctx)
 	defer cancel()
-	defer context.AfterFunc(s.stopping, cancel)()
+	defer context.AfterFunc(s.stopping, func() {
+		select {
+		case <-cut.Done():
+		case <-time.After(grace):
+			cancel()
+		}
+	})()
 	resp, err := handler(cut, req)
 	if err != nil && s.stopping.Err() != nil {
-		refuse(ctx)
-		err = errdefs.Unavailable("berth is stopping, repeat the call: %w", err)
+		if grace == 0 {
+			refuse(ctx)
+		}
+		err = errdefs.Unavailable("berth is stopping: %w", err)
 	}
 	return resp, err
 }

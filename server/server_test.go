@@ -283,6 +283,57 @@ func TestStopCancelsHungRequests(t *testing.T) {
 	}
 }
 
+// A stop cuts requests that may take minutes, long before stopGrace. An ExecSync that ends soon is
+// answered.
+func TestStopCutsLongRequests(t *testing.T) {
+	ctx := context.Background()
+	for name, test := range map[string]struct {
+		call func(*harness) error
+		soon bool
+	}{
+		"StopContainer": {call: func(h *harness) error {
+			_, err := h.runtime.StopContainer(ctx, &runtimeapi.StopContainerRequest{ContainerId: "x", Timeout: 3600})
+			return err
+		}},
+		"long ExecSync":  {call: execSync},
+		"short ExecSync": {call: execSync, soon: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			entered := make(chan struct{})
+			var h *harness
+			pods := &fakePods{hook: func(ctx context.Context, _ string) error {
+				close(entered)
+				if test.soon {
+					<-h.server.stopping.Done()
+					return nil
+				}
+				<-ctx.Done()
+				return ctx.Err()
+			}}
+			h = start(t, testConfig, pods, &fakeImages{})
+			h.server.grace = time.Hour
+			answer := make(chan error, 1)
+			go func() { answer <- test.call(h) }()
+			<-entered
+			if err := h.stop(); err != nil {
+				t.Errorf("Serve: %v", err)
+			}
+			want := codes.Unavailable
+			if test.soon {
+				want = codes.OK
+			}
+			if err := <-answer; status.Code(err) != want {
+				t.Errorf("got %v, want %v", err, want)
+			}
+		})
+	}
+}
+
+func execSync(h *harness) error {
+	_, err := h.runtime.ExecSync(context.Background(), &runtimeapi.ExecSyncRequest{ContainerId: "x", Cmd: []string{"true"}})
+	return err
+}
+
 func TestServeReportsBrokenListener(t *testing.T) {
 	l, err := Listen(filepath.Join(t.TempDir(), "s"))
 	testutil.Must(t, err)

@@ -254,31 +254,16 @@ func (l *Launchers) forget(p *launcher) {
 	l.wantMore()
 }
 
-// Pauses between two attempts to remove the remains of an exec.
-const (
-	firstRemovalRetry   = time.Second
-	slowestRemovalRetry = time.Minute
-)
-
 // removeExecRemains removes the processes and files that a launcher has left of an exec. On an
-// error, for example for lack of file descriptors, it retries until it succeeds or the daemon
-// stops.
+// error it retries until it succeeds or the daemon stops.
 func (l *Launchers) removeExecRemains(req *proto.Exec) {
-	for pause := firstRemovalRetry; !l.tryRemoveExec(req); pause = min(2*pause, slowestRemovalRetry) {
-		select {
-		case <-l.ctx.Done():
-			return
-		case <-time.After(pause):
-		}
-	}
+	running.RecordOf(req).RemoveUntil(l.ctx, l.cfg.Log)
 }
 
-func (l *Launchers) tryRemoveExec(req *proto.Exec) (ended bool) {
-	err := running.RecordOf(req).Remove()
-	if err != nil {
+func (l *Launchers) tryRemoveExec(req *proto.Exec) {
+	if err := running.RecordOf(req).Remove(); err != nil {
 		l.cfg.Log.Error("remove an exec of a lost launcher", "container", req.ID, "exec", req.ExecID, "error", err)
 	}
-	return err == nil
 }
 
 // put adds p to the pool, or retires it if the pool is full.

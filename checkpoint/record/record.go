@@ -24,6 +24,7 @@ import (
 	"path/filepath"
 	"strings"
 
+	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
@@ -180,28 +181,50 @@ type Damaged struct {
 // refuses, to [SetAsideDir], and returns them. It deletes temporary files of interrupted writes. It
 // fails for a file that cannot be read or that a newer berth wrote, so that no such record is lost.
 func (d *Dir) Load(decode func(name string, version int, body []byte) error) ([]Damaged, error) {
+	return d.LoadParallel(1, decode)
+}
+
+// LoadParallel is Load with several goroutines, which call decode.
+func (d *Dir) LoadParallel(workers int, decode func(name string, version int, body []byte) error) ([]Damaged, error) {
 	entries, err := os.ReadDir(d.path)
 	if err != nil {
 		return nil, fmt.Errorf("read record folder %s: %w", d.path, err)
 	}
-	var bad []Damaged
-	for _, e := range entries {
-		name, isRecord := strings.CutSuffix(e.Name(), suffix)
+	damages := make([]error, len(entries))
+	var loads errgroup.Group
+	loads.SetLimit(workers)
+	for i, e := range entries {
+		if name, ok := recordName(e); ok {
+			loads.Go(func() (err error) {
+				damages[i], err = d.load(name, decode)
+				return err
+			})
+		}
+	}
+	if err := loads.Wait(); err != nil {
+		return nil, err
+	}
+	return d.tidy(entries, damages)
+}
+
+// recordName returns the name of the record in a file; ok is false for another file.
+func recordName(e fs.DirEntry) (name string, ok bool) {
+	name, ok = strings.CutSuffix(e.Name(), suffix)
+	return name, ok && !e.IsDir()
+}
+
+// tidy moves the files with a damage aside, and deletes temporary files.
+func (d *Dir) tidy(entries []fs.DirEntry, damages []error) (bad []Damaged, err error) {
+	for i, e := range entries {
+		name, isRecord := recordName(e)
 		switch {
-		case e.IsDir():
-		case isRecord:
-			damage, err := d.load(name, decode)
-			if err != nil {
-				return bad, err
+		case isRecord && damages[i] != nil:
+			moved, err := SetAside(filepath.Join(d.path, e.Name()))
+			if err != nil && !errdefs.IsUnwritable(err) { // on a read-only filesystem the next start moves it
+				return bad, fmt.Errorf("move damaged %s record %s (%w): %w", d.kind, name, damages[i], err)
 			}
-			if damage != nil {
-				moved, err := SetAside(filepath.Join(d.path, name+suffix))
-				if err != nil && !errdefs.IsUnwritable(err) { // on a read-only filesystem the next start moves it
-					return bad, fmt.Errorf("move damaged %s record %s (%w): %w", d.kind, name, damage, err)
-				}
-				bad = append(bad, Damaged{Name: name, Path: moved, Err: damage})
-			}
-		case strings.HasPrefix(e.Name(), ".") && strings.HasSuffix(e.Name(), ".tmp"):
+			bad = append(bad, Damaged{Name: name, Path: moved, Err: damages[i]})
+		case !e.IsDir() && strings.HasPrefix(e.Name(), ".") && strings.HasSuffix(e.Name(), ".tmp"):
 			failpoint.Reach("record.remove-rest")
 			if err := removeIfExists(filepath.Join(d.path, e.Name())); err != nil && !errdefs.IsUnwritable(err) {
 				return bad, err

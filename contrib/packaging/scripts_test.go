@@ -130,6 +130,70 @@ echo restart >>`+dir+`/done
 	}
 }
 
+// After an aborted upgrade the installed version counts as before: a version that has served is never
+// replaced by the kept one, and an untried one can be.
+func TestAbortedUpgrade(t *testing.T) {
+	t.Parallel()
+	for before, untried := range map[string]bool{"": false, "untried": true, "failed": true} {
+		t.Run("before: "+before, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			script(t, dir, "files/fallback")
+			kept := dir + "/usr/lib/berth/previous/"
+			testutil.Must(t, os.MkdirAll(kept, 0o755))
+			testutil.Must(t, os.Rename(dir+"/fallback", dir+"/usr/lib/berth/fallback"))
+			writeProgram(t, dir+"/bin/systemctl", "#!/bin/sh\n")
+			if before != "" {
+				writeProgram(t, kept+before, "served\n")
+			}
+			for _, run := range []struct{ script, arg string }{{"keep", "upgrade"}, {"deb/postinst", "abort-upgrade"}} {
+				if out, err := script(t, dir, run.script)(run.arg, "2"); err != nil {
+					t.Fatalf("%s: %v: %s", run.script, err, out)
+				}
+			}
+			if _, err := os.Stat(kept + "untried"); (err == nil) != untried {
+				t.Errorf("untried: %v", err)
+			}
+		})
+	}
+}
+
+// A downgrade to a version without fallback leaves none of its files. Other upgrades keep them.
+func TestDowngradeRemovesKeptPrograms(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		name, script string
+		args         []string
+		fallback     bool // of the other version
+		kept         bool
+	}{
+		{"deb to 0.2", "deb/postrm", []string{"upgrade", "0.2.0"}, true, false}, // dpkg removes the script later
+		{"deb to this", "deb/postrm", []string{"upgrade", "0.3.0"}, true, true},
+		{"deb aborted", "deb/postrm", []string{"abort-upgrade", "0.2.0"}, true, true},
+		{"deb removed", "deb/postrm", []string{"remove"}, true, false},
+		{"rpm to 0.2", "rpm/postun", []string{"1"}, false, false},
+		{"rpm to this", "rpm/postun", []string{"1"}, true, true},
+		{"rpm removed", "rpm/postun", []string{"0"}, true, false},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			failed := dir + "/usr/lib/berth/previous/failed"
+			writeProgram(t, failed, "")
+			if tt.fallback {
+				writeProgram(t, dir+"/usr/lib/berth/fallback", "")
+			}
+			writeProgram(t, dir+"/bin/dpkg", "#!/bin/sh\n[ \"$1 $3 $4\" = '--compare-versions ge 0.3' ] && [ \"$2\" = 0.3.0 ]\n")
+			if out, err := script(t, dir, tt.script)(tt.args...); err != nil {
+				t.Fatalf("%v: %s", err, out)
+			}
+			if _, err := os.Stat(failed); (err == nil) != tt.kept {
+				t.Errorf("the kept programs: %v", err)
+			}
+		})
+	}
+}
+
 // The first installation leaves the choice of the runtime to the operator of a node that has one.
 func TestInstallationBesideAnotherRuntime(t *testing.T) {
 	t.Parallel()

@@ -12,6 +12,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -65,6 +66,7 @@ type Daemon struct {
 	Cri     internalapi.RuntimeService
 	Images  internalapi.ImageManagerService
 	Objects []string        // IDs of all created pods and containers, for the leak check
+	naming  sync.Mutex      // for Parents while several goroutines make pods
 	Parents []string        // the pods' cgroups
 	Mounts  []string        // mounts that options made for the daemon
 	Empty   inventory.Items // the daemon and the machine before the first pod
@@ -731,9 +733,10 @@ func (d *Daemon) ForgetMounts(t *testing.T) {
 	d.Mounts = nil
 }
 
-// forgetOwnMounts waits for the process of sessions, whose socket is in the state directory.
+// forgetOwnMounts ends the processes of sessions, whose sockets are in the state directory.
 func (d *Daemon) forgetOwnMounts(t *testing.T) {
 	t.Helper()
+	d.EndSessions(t)
 	for _, point := range slices.Backward(machine.Mountpoints(t, os.Getpid())) {
 		if strings.HasPrefix(point, d.State) {
 			Must(t, WaitUpTo(leakPatience, func() error { return syscall.Unmount(point, 0) }))

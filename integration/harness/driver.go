@@ -59,6 +59,8 @@ func (d *Daemon) CgroupParent(name string) string {
 		name = strings.ReplaceAll(filepath.Base(d.Dir)+"_"+name, "-", "_")
 		parent = PodCgroup(name + ".slice")
 	}
+	d.naming.Lock()
+	defer d.naming.Unlock()
 	d.Parents = append(d.Parents, parent)
 	return parent
 }

@@ -51,13 +51,15 @@ func NoMachineLeaks(t *testing.T, before inventory.Items, d *Daemon) {
 	d.leaks(t, before, func() inventory.Items { return MachineSnapshot(d) })
 }
 
-// leakPatience is the time limit of the leak check. The process of sessions waits one minute for
-// the clients of unused URLs. An idle connection to a trace collector closes after 10 s.
+// leakPatience is the time limit of the leak check. An idle connection to a trace collector closes
+// after 10 s. A process of sessions whose sockets the test has removed waits one minute for the
+// clients of unused URLs.
 const leakPatience = 80 * time.Second
 
 func (d *Daemon) leaks(t *testing.T, before inventory.Items, now func() inventory.Items) (none bool) {
 	t.Helper()
 	Registry.DropIdle()
+	d.EndSessions(t)
 	err := WaitUpTo(leakPatience, func() error {
 		if diff := now().Grown(before); len(diff) > 0 {
 			return fmt.Errorf("%s", strings.Join(inventory.Summary(diff), "\n  "))
@@ -103,6 +105,7 @@ func (d *Daemon) WatchGrowth(t *testing.T) (grown func(t *testing.T) []string) {
 	return func(t *testing.T) (diff []string) {
 		t.Helper()
 		d.RemovePartial(t)
+		d.EndSessions(t)
 		_ = WaitUpTo(leakPatience, func() error {
 			if diff = d.Snapshot(t).Grown(before); len(diff) > 0 {
 				return fmt.Errorf("%d differences", len(diff))

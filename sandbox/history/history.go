@@ -217,34 +217,36 @@ func (h *History) save(s Start, adopted bool) error {
 const tmpName = ".tmp"
 
 // encode returns the content of a start's file. It omits the parts of operations that do not fit.
+// It doubles the number of shortened operations each time, because encoding takes long.
 func encode(s Start) ([]byte, error) {
-	for {
+	for n := 1; ; n *= 2 {
 		data, err := record.Encode(kind, version, s)
 		if err != nil || len(data) <= maxFile {
 			return data, err
 		}
-		if !shorten(&s) {
+		if !shorten(&s, n) {
 			return nil, fmt.Errorf("trace has %d bytes, more than %d", len(data), maxFile)
 		}
 	}
 }
 
-// shorten removes the parts of the operation with the most parts. It changes a copy.
-func shorten(s *Start) bool {
-	longest := 0
-	for i, o := range s.Operations {
-		if len(o.Spans) > len(s.Operations[longest].Spans) {
-			longest = i
+// shorten removes the parts of the n operations with the most parts. It changes a copy.
+func shorten(s *Start, n int) bool {
+	s.Operations = slices.Clone(s.Operations)
+	longest := make([]*trace.Operation, len(s.Operations))
+	for i := range s.Operations {
+		longest[i] = &s.Operations[i]
+	}
+	slices.SortStableFunc(longest, func(a, b *trace.Operation) int { return len(b.Spans) - len(a.Spans) })
+	shortened := false
+	for _, o := range longest[:min(n, len(longest))] {
+		if len(o.Spans) > 1 {
+			o.Missing += len(o.Spans) - 1
+			o.Spans = o.Spans[:1]
+			shortened = true
 		}
 	}
-	if len(s.Operations) == 0 || len(s.Operations[longest].Spans) <= 1 {
-		return false
-	}
-	s.Operations = slices.Clone(s.Operations)
-	o := &s.Operations[longest]
-	o.Missing += len(o.Spans) - 1
-	o.Spans = o.Spans[:1]
-	return true
+	return shortened
 }
 
 func (h *History) path(podID string) string { return filepath.Join(h.dir, podID+suffix) }

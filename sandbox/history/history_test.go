@@ -267,6 +267,60 @@ func TestLargeStartIsShortened(t *testing.T) {
 	}
 }
 
+// A pod with thousands of containers keeps the newest, and its file is written in a few steps.
+func TestContainersAreBounded(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	h, stop := run(t, dir)
+	pod := Pod{ID: "p"}
+	r := h.Record(pod)
+	r.AddPod(operation(t, "RunPodSandbox", nil))
+	create := func(from, to int) {
+		for i := from; i < to; i++ {
+			r.AddContainer(operation(t, "CreateContainer", nil), fmt.Sprint("c", i), 0)
+		}
+	}
+	kept := func(want string) {
+		t.Helper()
+		s, err := h.Find(t.Context(), "p")
+		testutil.Must(t, err)
+		last := len(s.Operations) - 1
+		if last != maxContainerOperations || s.Operations[0].Object != "" || s.Operations[last].Object != want {
+			t.Errorf("%d operations: %s", last+1, describe(s.Operations))
+		}
+	}
+	create(0, 2*maxContainerOperations)
+	kept(fmt.Sprint("c", 2*maxContainerOperations-1))
+	stop()
+
+	h, _ = run(t, dir)
+	r = h.Adopt(pod)
+	create(2*maxContainerOperations, 2*maxContainerOperations+2)
+	kept(fmt.Sprint("c", 2*maxContainerOperations+1))
+}
+
+// However many operations a start has, it is encoded few times.
+func TestShorteningIsLogarithmic(t *testing.T) {
+	t.Parallel()
+	var s Start
+	for range 1000 {
+		s.Operations = append(s.Operations, trace.Operation{Spans: make([]trace.Shown, 2)})
+	}
+	whole := s
+	steps := 0
+	for n := 1; shorten(&s, n); n *= 2 {
+		steps++
+	}
+	for _, o := range s.Operations {
+		if len(o.Spans) != 1 || o.Missing != 1 {
+			t.Fatalf("%d spans, %d missing after %d steps", len(o.Spans), o.Missing, steps)
+		}
+	}
+	if steps > 11 || len(whole.Operations[0].Spans) != 2 {
+		t.Errorf("%d steps; the caller's start has operations with %d spans", steps, len(whole.Operations[0].Spans))
+	}
+}
+
 // Without a disk, starts are lost, and nothing else.
 func TestUnwritableHistory(t *testing.T) {
 	t.Parallel()

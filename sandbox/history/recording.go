@@ -8,8 +8,13 @@ import (
 	"berth/internal/trace"
 )
 
-// maxPulls is the number of images per pod whose newest pull is kept.
-const maxPulls = 16
+const (
+	// maxPulls is the number of images per pod whose newest pull is kept.
+	maxPulls = 16
+	// maxContainerOperations is the number of creations and starts of containers per pod. Only a
+	// pod with many container names has more.
+	maxContainerOperations = 256
+)
 
 // Recording collects the traces of one pod's start. All methods of a nil Recording do nothing. The
 // lock guards entries.
@@ -129,29 +134,30 @@ func (r *Recording) add(t *trace.Trace, s subject) {
 	r.mu.Lock()
 	r.entries = slices.DeleteFunc(r.entries, func(e entry) bool { return s.replaces(e.subject) })
 	r.entries = append(r.entries, entry{s, t})
-	if s.image != "" {
-		r.dropPull()
-	}
+	r.entries = keepNewest(r.entries, entry.isPull, maxPulls)
+	r.entries = keepNewest(r.entries, entry.isContainer, maxContainerOperations)
 	r.mu.Unlock()
 	r.history.note(r)
 }
 
-func (e entry) isPull() bool { return e.image != "" }
+func (e entry) isPull() bool      { return e.image != "" }
+func (e entry) isContainer() bool { return e.container != "" }
 
-// dropPull removes the oldest pull if there are too many. The caller holds the lock.
-//
-// +checklocks:r.mu
-func (r *Recording) dropPull() {
-	pulls := 0
-	for _, e := range r.entries {
-		if e.isPull() {
-			pulls++
+// keepNewest removes the oldest elements of a kind if there are more than limit.
+func keepNewest[T any](all []T, is func(T) bool, limit int) []T {
+	n := 0
+	for _, e := range all {
+		if is(e) {
+			n++
 		}
 	}
-	if pulls > maxPulls {
-		oldest := slices.IndexFunc(r.entries, entry.isPull)
-		r.entries = slices.Delete(r.entries, oldest, oldest+1)
-	}
+	return slices.DeleteFunc(all, func(e T) bool {
+		drop := n > limit && is(e)
+		if drop {
+			n--
+		}
+		return drop
+	})
 }
 
 // Operations returns the operations so far, sorted by their beginnings.
@@ -189,7 +195,7 @@ func merge(earlier, later []trace.Operation) []trace.Operation {
 	})
 	all = append(all, later...)
 	slices.SortFunc(all, compare)
-	return all
+	return keepNewest(all, func(o trace.Operation) bool { return o.Object != "" }, maxContainerOperations)
 }
 
 func compare(a, b trace.Operation) int { return cmp.Compare(a.Monotonic, b.Monotonic) }

@@ -18,7 +18,6 @@ import (
 	"berth/internal/pidfd"
 	"berth/sandbox/state"
 	"berth/shim"
-	"berth/shim/proto"
 )
 
 // Launch is a pod or container whose process runs. The process is a pause, or the init of a
@@ -27,7 +26,7 @@ type Launch struct {
 	ID    string
 	Init  int       // its process
 	Start uint64    // of the process, in clock ticks since boot
-	At    time.Time // of the launch; zero: unknown
+	At    time.Time // of the launch; zero: root knows it, or it is unknown
 
 	damaged bool // the record in the state directory is damaged
 }
@@ -49,7 +48,8 @@ func (l Launch) Kill() error {
 // launched returns the IDs of all launches below a state directory, which may have ended since.
 func launched(dirs state.Dirs) (ids []string, err error) {
 	entries, err := os.ReadDir(dirs.Shim(""))
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+	// ENOTDIR: a file has taken the place of the directory, or of one of its parents.
+	if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTDIR) {
 		return nil, fmt.Errorf("find running pods and containers: %w", err)
 	}
 	for _, e := range entries {
@@ -60,31 +60,30 @@ func launched(dirs state.Dirs) (ids []string, err error) {
 	return ids, nil
 }
 
-// addLiving appends a launch if its process runs. A launcher that has not made the process yet
-// undoes the launch when its daemon is gone.
+// addLiving appends a launch if its process runs.
 func addLiving(to []Launch, dirs state.Dirs, id string) ([]Launch, error) {
-	record := filepath.Join(dirs.Shim(id), proto.ShimFile)
-	info, err := os.Stat(record)
-	if errors.Is(err, fs.ErrNotExist) {
-		return to, nil
-	}
+	l, err := readLaunch(dirs, id)
 	if err != nil {
-		return nil, fmt.Errorf("find the process of %s: %w", id, err)
-	}
-	ids, err := shim.ReadShim(dirs.Shim(id))
-	if errors.Is(err, fs.ErrNotExist) {
-		return to, nil
-	}
-	if unread := (*fs.PathError)(nil); errors.As(err, &unread) {
 		return nil, err
 	}
-	l := Launch{ID: id, Init: ids.InitPID, Start: ids.InitStartTime, At: info.ModTime(), damaged: err != nil}
-	if l.damaged {
-		if l.Init, l.Start, err = processOf(id); err != nil {
-			return nil, err
-		}
-	}
 	return addRunning(to, l)
+}
+
+// readLaunch returns a launch of the state directory. The process is 0 if there is none. A launcher
+// that has not made the process yet undoes the launch when its daemon is gone.
+func readLaunch(dirs state.Dirs, id string) (Launch, error) {
+	ids, err := shim.ReadShim(dirs.Shim(id))
+	if errors.Is(err, fs.ErrNotExist) {
+		return Launch{}, nil
+	}
+	if unread := (*fs.PathError)(nil); errors.As(err, &unread) {
+		return Launch{}, err
+	}
+	l := Launch{ID: id, Init: ids.InitPID, Start: ids.InitStartTime, damaged: err != nil}
+	if l.damaged {
+		l.Init, l.Start, err = processOf(id)
+	}
+	return l, err
 }
 
 // processOf returns a process in the cgroup of a pod or container, whose name contains the ID. It

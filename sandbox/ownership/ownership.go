@@ -14,6 +14,7 @@ package ownership
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -26,6 +27,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/host"
 	"berth/sandbox/state"
+	"berth/shim/proto"
 )
 
 // Claim is Check for a daemon that starts. It then writes the identity of root to both directories.
@@ -84,7 +86,7 @@ type survey struct {
 	recorded map[string]bool
 	changed  time.Time // last change of the records; zero: a folder of them is missing
 	knows    bool      // the record of a running object can be read
-	// In the state directory, if none of the records of running objects can be read.
+	// Running objects of the state directory, if none of their records can be read.
 	damaged   []Launch
 	unknown   []Launch // in the state directory, without a record
 	orphans   []Launch // without a record and without state
@@ -112,38 +114,70 @@ func read(dirs state.Dirs) (*survey, error) {
 	if err := s.addLaunched(ids); err != nil {
 		return nil, err
 	}
-	return s, s.addStateless(monitors)
+	return s, s.addStateless(monitors, ids)
 }
 
 // addLaunched examines the launches of the state directory.
 func (s *survey) addLaunched(ids []string) (err error) {
-	var known []Launch
 	for _, id := range ids {
-		to := &s.unknown
 		if s.recorded[id] {
-			to = &known
+			err = s.addKnown(id)
+		} else {
+			err = s.addUnknown(id)
 		}
-		if *to, err = addLiving(*to, s.dirs, id); err != nil {
+		if err != nil {
 			return err
 		}
 	}
-	for _, l := range known {
-		if l.damaged {
-			s.displaced = append(s.displaced, l)
-		}
+	if s.knows {
+		s.damaged = nil
 	}
-	for _, l := range known {
-		if s.knows, err = isReadable(s.dirs, l.ID); s.knows || err != nil {
-			return err
-		}
-	}
-	s.damaged = known
 	return nil
 }
 
-// addStateless examines objects that the state directory does not have: those of monitors, and
-// pauses that records name.
-func (s *survey) addStateless(candidates []Launch) error {
+// addKnown examines a recorded launch. Whether it lives matters only if its state is damaged, or
+// while no readable record of a living one is found. A node has hundreds of launches, and no client
+// is answered meanwhile.
+func (s *survey) addKnown(id string) error {
+	l, err := readLaunch(s.dirs, id)
+	if err != nil || s.knows && !l.damaged {
+		return err
+	}
+	living, err := addRunning(nil, l)
+	if err != nil || len(living) == 0 {
+		return err
+	}
+	s.damaged = append(s.damaged, l)
+	if l.damaged {
+		s.displaced = append(s.displaced, l)
+	}
+	if !s.knows {
+		s.knows, err = isReadable(s.dirs, id)
+	}
+	return err
+}
+
+// addUnknown examines a launch without a record.
+func (s *survey) addUnknown(id string) error {
+	living, err := addLiving(nil, s.dirs, id)
+	if err != nil || len(living) == 0 {
+		return err
+	}
+	info, err := os.Stat(filepath.Join(s.dirs.Shim(id), proto.ShimFile))
+	if errors.Is(err, fs.ErrNotExist) { // removed meanwhile
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("find the process of %s: %w", id, err)
+	}
+	living[0].At = info.ModTime()
+	s.unknown = append(s.unknown, living[0])
+	return nil
+}
+
+// addStateless examines objects that are not among the launches of the state directory: those of
+// monitors, and pauses that records name.
+func (s *survey) addStateless(candidates []Launch, launched []string) error {
 	bootID, err := host.BootID()
 	if err != nil {
 		return err
@@ -151,7 +185,14 @@ func (s *survey) addStateless(candidates []Launch) error {
 	for id := range s.recorded {
 		candidates = append(candidates, Launch{ID: id})
 	}
+	present := map[string]bool{}
+	for _, id := range launched {
+		present[id] = true
+	}
 	for _, l := range candidates {
+		if present[l.ID] {
+			continue
+		}
 		has, err := s.dirs.HasState(l.ID)
 		if err == nil && !has && l.Init == 0 {
 			l, err = pauseOf(s.dirs, l.ID, bootID)

@@ -4,6 +4,8 @@ import (
 	"encoding/json"
 	"errors"
 	"path/filepath"
+	"runtime"
+	"sync"
 
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -97,20 +99,23 @@ func (r *Records) RemoveContainer(id string) error { return r.containers.Remove(
 // LoadPods reads the records of all pods. damaged lists the records that failed their checks. They
 // are moved to record.SetAsideDir.
 func (r *Records) LoadPods(add func(*PodSpec, PodStatus)) (damaged []record.Damaged, err error) {
-	return r.pods.Load(func(name string, _ int, body []byte) error {
-		spec, status, err := decodePod(name, body)
-		if err == nil {
-			add(spec, status)
-		}
-		return err
-	})
+	return loadAll(r.pods, decodePod, add)
 }
 
 // LoadContainers is LoadPods for containers.
 func (r *Records) LoadContainers(add func(*ContainerSpec, ContainerStatus)) (damaged []record.Damaged, err error) {
-	return r.containers.Load(func(name string, _ int, body []byte) error {
-		spec, status, err := decodeContainer(name, body)
+	return loadAll(r.containers, decodeContainer, add)
+}
+
+// loadAll decodes records on all processors, because no client is answered meanwhile.
+func loadAll[Spec, Status any](dir *record.Dir, decode func(string, []byte) (*Spec, Status, error),
+	add func(*Spec, Status)) (damaged []record.Damaged, err error) {
+	var adding sync.Mutex
+	return dir.LoadParallel(runtime.GOMAXPROCS(0), func(name string, _ int, body []byte) error {
+		spec, status, err := decode(name, body)
 		if err == nil {
+			adding.Lock()
+			defer adding.Unlock()
 			add(spec, status)
 		}
 		return err

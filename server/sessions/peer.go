@@ -133,6 +133,7 @@ func (s *Sessions) use(p *peer) {
 
 // offer returns the URL of a session.
 func (s *Sessions) offer(session wire.Session) (string, error) {
+	s.cfg.Certs.Valid() // so that the next process gets this content if the files are invalid then
 	for try := 1; ; try++ {
 		p, err := s.ready()
 		if err != nil {
@@ -210,7 +211,8 @@ func (s *Sessions) start(tokens []wire.Token, listener *os.File) (*peer, error) 
 	if err := errors.Join(err, l.Close()); err != nil {
 		return nil, errors.Join(fmt.Errorf("start berth-stream: %w", err), s.removeSocket(socket))
 	}
-	p, err := s.connect(socket, wire.Hello{Settings: s.cfg.Settings, Tokens: tokens}, listener, callTimeout)
+	hello := wire.Hello{Settings: s.cfg.Settings, Tokens: tokens, PEM: s.cfg.Certs.Valid()}
+	p, err := s.connect(socket, hello, listener, callTimeout)
 	if err != nil { // without a daemon it ends
 		return nil, errors.Join(err, s.removeSocket(socket))
 	}

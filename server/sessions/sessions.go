@@ -29,6 +29,7 @@ import (
 	"berth/internal/failpoint"
 	"berth/sandbox/stream"
 	"berth/sandbox/stream/copying"
+	"berth/server/sessions/certs"
 	"berth/server/sessions/wire"
 	"berth/shim"
 	"berth/shim/running"
@@ -49,6 +50,7 @@ type Config struct {
 	Dir      string        // of the processes' sockets; it need not exist
 	Program  string        // path of berth-stream
 	Settings wire.Settings // Open sets Settings.Program
+	Certs    *certs.Files  // of Settings.TLS; nil: none
 	// Explain returns a function that adds the names of a pod or container to an error.
 	Explain func(id string) func(error) error
 	Log     *slog.Logger

@@ -12,7 +12,6 @@ import (
 	"strconv"
 	"sync/atomic"
 
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 	"k8s.io/klog/v2"
 	"k8s.io/streaming/pkg/httpstream/wsstream"
@@ -115,21 +114,37 @@ func splitObjects(data []byte, _ bool) (advance int, token []byte, err error) {
 	return end, data[:end], nil
 }
 
+// result is the result of a session in the JSON of metav1.Status. That package would add 2 MiB to
+// the process.
+type result struct {
+	Status  string        `json:"status"`
+	Message string        `json:"message,omitempty"`
+	Reason  string        `json:"reason,omitempty"`
+	Details *resultDetail `json:"details,omitempty"`
+	Code    int           `json:"code,omitempty"`
+}
+
+type resultDetail struct {
+	Causes []resultCause `json:"causes"`
+}
+
+type resultCause struct {
+	Reason  string `json:"reason"`
+	Message string `json:"message"`
+}
+
 // status returns the result of a session for versions 4 and 5 of the protocol.
-func status(err error) metav1.Status {
+func status(err error) result {
 	if err == nil {
-		return metav1.Status{Status: metav1.StatusSuccess}
+		return result{Status: "Success"}
 	}
 	if exit, ok := errors.AsType[utilexec.ExitError](err); ok && exit.Exited() {
-		return metav1.Status{
-			Status: metav1.StatusFailure,
-			Reason: remotecommand.NonZeroExitCodeReason,
-			Details: &metav1.StatusDetails{Causes: []metav1.StatusCause{
-				{Type: remotecommand.ExitCodeCauseType, Message: strconv.Itoa(exit.ExitStatus())},
-			}},
+		return result{
+			Status:  "Failure",
+			Reason:  remotecommand.NonZeroExitCodeReason,
+			Details: &resultDetail{[]resultCause{{remotecommand.ExitCodeCauseType, strconv.Itoa(exit.ExitStatus())}}},
 			Message: fmt.Sprintf("command terminated with non-zero exit code: %v", exit),
 		}
 	}
-	return metav1.Status{Status: metav1.StatusFailure, Reason: metav1.StatusReasonInternalError,
-		Code: http.StatusInternalServerError, Message: err.Error()}
+	return result{Status: "Failure", Reason: "InternalError", Code: http.StatusInternalServerError, Message: err.Error()}
 }

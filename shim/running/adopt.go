@@ -64,6 +64,10 @@ func Adopt(r Record, files []*os.File, log *slog.Logger, spawn func(func()) bool
 // launcherTimeout bounds the exit of a launcher whose connection was closed.
 const launcherTimeout = 10 * time.Second
 
+// remainsTimeout bounds the attempts to remove what a lost exec has left, because the process of
+// sessions waits for them at its end. Then the removal of the container removes it.
+const remainsTimeout = 10 * time.Minute
+
 // Close releases the exec and its launcher. It kills a process that still runs, with its
 // descendants.
 func (a *Adopted) Close() error {
@@ -71,12 +75,12 @@ func (a *Adopted) Close() error {
 	closeErr := errors.Join(a.conn.Close(), a.CloseFiles())
 	clear := func() {
 		defer a.launcher.Close()
-		err := a.endLauncher()
-		if err == nil && (!ended || lost != nil) {
-			err = a.Remove()
-		}
-		if err != nil {
-			a.log.Error("remove an exec and its launcher", "container", a.Container, "exec", a.ExecID, "error", err)
+		if err := a.endLauncher(); err != nil {
+			a.log.Error("end the launcher of an exec", "container", a.Container, "exec", a.ExecID, "error", err)
+		} else if !ended || lost != nil {
+			ctx, cancel := context.WithTimeout(context.Background(), remainsTimeout)
+			defer cancel()
+			a.RemoveUntil(ctx, a.log)
 		}
 	}
 	if !a.spawn(clear) {

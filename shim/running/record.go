@@ -1,7 +1,9 @@
 package running
 
 import (
+	"context"
 	"errors"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"time"
@@ -64,6 +66,29 @@ func (r Record) Remove() error {
 		failpoint.Reach("exec.left-killed")
 	}
 	return err
+}
+
+// Pauses between two attempts to remove the remains of an exec.
+const (
+	firstRemovalRetry   = time.Second
+	slowestRemovalRetry = time.Minute
+)
+
+// RemoveUntil repeats Remove until it succeeds or ctx ends. It fails, for example, for lack of file
+// descriptors. Each failure is logged.
+func (r Record) RemoveUntil(ctx context.Context, log *slog.Logger) {
+	for pause := firstRemovalRetry; ; pause = min(2*pause, slowestRemovalRetry) {
+		err := r.Remove()
+		if err == nil {
+			return
+		}
+		log.Error("remove what a lost exec has left", "container", r.Container, "exec", r.ExecID, "error", err)
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(pause):
+		}
+	}
 }
 
 // removeGroup removes a cgroup that has no processes, if it exists. The kernel may return EBUSY for

@@ -76,11 +76,18 @@ func holderOf(path string) (int, error) {
 // stopTimeout bounds the daemon's shutdown, which takes up to 35 seconds.
 const stopTimeout = 45 * time.Second
 
-// stopDaemon stops the daemon and waits for its end. systemd would restart the process of a unit,
-// so systemctl stops the unit and its sockets.
-func stopDaemon(ctx context.Context, pid int) error {
+// stopDaemon stops the daemon, if there is one, and waits for its end. systemd would restart the
+// process of a unit, so systemctl stops the unit and its sockets. It also stops the sockets if no
+// daemon runs.
+func stopDaemon(ctx context.Context, pid int, listen string) error {
 	ctx, cancel := context.WithTimeout(ctx, stopTimeout)
 	defer cancel()
+	if err := stopSockets(ctx, listen); err != nil {
+		return err
+	}
+	if pid == 0 {
+		return nil
+	}
 	if unit := unitOf(pid); unit != "" {
 		return stopUnit(ctx, unit)
 	}
@@ -101,9 +108,12 @@ func stopDaemon(ctx context.Context, pid int) error {
 	return nil
 }
 
+// systemdMarker exists if systemd is PID 1, see sd_booted(3).
+const systemdMarker = "/run/systemd/system"
+
 // unitOf returns the systemd service of a process, or "".
 func unitOf(pid int) string {
-	if _, err := os.Stat("/run/systemd/system"); err != nil {
+	if _, err := os.Stat(systemdMarker); err != nil {
 		return ""
 	}
 	groups, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
@@ -133,13 +143,50 @@ func serviceIn(groups string) string {
 
 // stopUnit stops a unit of systemd and the sockets that would start it again.
 func stopUnit(ctx context.Context, unit string) error {
-	out, err := exec.CommandContext(ctx, "systemctl", "show", "--property", "TriggeredBy", "--value", unit).Output()
+	out, err := systemctl(ctx, "show", "--property", "TriggeredBy", "--value", unit)
 	if err != nil {
-		return fmt.Errorf("ask systemd for the sockets of %s: %w", unit, err)
+		return err
 	}
-	args := append(append([]string{"stop"}, strings.Fields(string(out))...), unit)
-	if out, err := exec.CommandContext(ctx, "systemctl", args...).CombinedOutput(); err != nil {
-		return fmt.Errorf("systemctl %s: %w: %s", strings.Join(args, " "), err, bytes.TrimSpace(out))
+	_, err = systemctl(ctx, append(append([]string{"stop"}, strings.Fields(out)...), unit)...)
+	return err
+}
+
+// stopSockets stops the sockets of systemd at the daemon's path. A client that connects would start
+// a daemon.
+func stopSockets(ctx context.Context, listen string) error {
+	if _, err := os.Stat(systemdMarker); err != nil {
+		return nil
 	}
-	return nil
+	out, err := systemctl(ctx, "list-sockets", "--full", "--plain", "--no-legend")
+	if err != nil {
+		return err
+	}
+	units := socketsAt(out, listen)
+	if len(units) == 0 {
+		return nil
+	}
+	_, err = systemctl(ctx, append([]string{"stop"}, units...)...)
+	return err
+}
+
+// socketsAt returns the units that listen at a path, in a list of systemctl list-sockets.
+func socketsAt(list, path string) (units []string) {
+	for line := range strings.Lines(list) {
+		if fields := strings.Fields(line); len(fields) >= 2 && fields[0] == path {
+			units = append(units, fields[1])
+		}
+	}
+	return units
+}
+
+// systemctl runs systemctl and returns its output.
+func systemctl(ctx context.Context, args ...string) (string, error) {
+	var stderr bytes.Buffer
+	cmd := exec.CommandContext(ctx, "systemctl", args...)
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return "", fmt.Errorf("systemctl %s: %w: %s", strings.Join(args, " "), err, bytes.TrimSpace(stderr.Bytes()))
+	}
+	return string(out), nil
 }

@@ -62,7 +62,7 @@ stop berth.socket berth.service", or let --stop-daemon stop it.`,
 	config.AddFlags(flags)
 	flags.BoolVar(&o.dryRun, "dry-run", false, "print what would be removed, and change nothing")
 	flags.BoolVarP(&o.yes, "yes", "y", false, "do not ask for confirmation")
-	flags.BoolVar(&o.stop, "stop-daemon", false, "stop a running daemon first, with systemctl if it is a unit of systemd")
+	flags.BoolVar(&o.stop, "stop-daemon", false, "stop a running daemon first, and the sockets of systemd that would start it")
 	cli.DurationVar(flags, &o.grace, "grace-period", 10*time.Second, "time for containers to exit after SIGTERM")
 	return cmd
 }
@@ -91,8 +91,8 @@ func (o *options) run(ctx context.Context, cfg *config.Config, in io.Reader, out
 	if err := o.confirm(in, out); err != nil {
 		return err
 	}
-	if pid != 0 {
-		if err := stopDaemon(ctx, pid); err != nil {
+	if o.stop {
+		if err := stopDaemon(ctx, pid, cfg.Listen); err != nil {
 			return err
 		}
 	}

@@ -60,6 +60,27 @@ func TestServiceIn(t *testing.T) {
 	}
 }
 
+// systemd starts a daemon for a client of any of its sockets at the daemon's path.
+func TestSocketsAt(t *testing.T) {
+	t.Parallel()
+	const list = `/run/berth/berth.sock    berth.socket  berth.service
+/run/berth/berth.sock2   other.socket  other.service
+/run/dbus/system_bus_socket dbus.socket dbus.service
+/run/berth/berth.sock    own.socket    own.service
+kobject-uevent 1 systemd-udevd-kernel.socket systemd-udevd.service
+
+`
+	for path, want := range map[string]string{
+		"/run/berth/berth.sock": "berth.socket own.socket",
+		"/run/berth":            "",
+		"/other":                "",
+	} {
+		if got := strings.Join(socketsAt(list, path), " "); got != want {
+			t.Errorf("%s: got %q, want %q", path, got, want)
+		}
+	}
+}
+
 func TestConfirmNeedsTerminalOrYes(t *testing.T) {
 	t.Parallel()
 	file, err := os.Open("/dev/null")

@@ -22,9 +22,11 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/host"
 	"berth/internal/nri"
+	"berth/oci"
 	"berth/oci/confine"
 	"berth/sandbox"
 	"berth/sandbox/ownership"
+	"berth/sandbox/state"
 )
 
 // reloader applies a changed configuration to the running daemon.
@@ -158,7 +160,7 @@ func (r *reloader) apply(ctx context.Context) error {
 
 // checkDirectories returns an error if the next daemon would not find the pods of this one.
 func (r *reloader) checkDirectories(running, read *config.Config) error {
-	if err := ownership.Check(dirs(read)); err != nil {
+	if err := checkPods(read); err != nil {
 		return err
 	}
 	if running.Root == read.Root || running.State == read.State || len(r.pods.Pods()) == 0 {
@@ -176,9 +178,49 @@ func Check(cfg *config.Config) error {
 	_, network := node.NetworkConfig(cfg, nil)
 	err := errors.Join(imageSettings(cfg).Check(), network, checkPeers(cfg), checkSeccomp(cfg))
 	if os.Geteuid() == 0 {
-		err = errors.Join(err, ownership.Check(dirs(cfg)))
+		err = errors.Join(err, checkPods(cfg))
 	}
 	return err
+}
+
+// checkPods returns FailedPrecondition if a daemon with these directories or this cgroup driver
+// would lose running pods.
+func checkPods(cfg *config.Config) error {
+	if err := ownership.Check(dirs(cfg)); err != nil {
+		return err
+	}
+	facts, err := host.Detect("/")
+	if err != nil {
+		return err
+	}
+	systemd, err := node.SystemdCgroup(cfg.CgroupDriver, facts.CgroupV2)
+	if err != nil {
+		return err
+	}
+	return checkDriver(cfg, systemd)
+}
+
+// checkDriver refuses a cgroup driver with which a daemon would not find the cgroups of pods of
+// this boot.
+func checkDriver(cfg *config.Config, systemd bool) error {
+	found, err := state.Inspect(cfg.Root, cfg.State)
+	if err != nil {
+		return err
+	}
+	bootID, err := host.BootID()
+	if err != nil {
+		return err
+	}
+	for _, p := range found.Pods {
+		if p.BootID != bootID || p.CgroupsPath == "" || oci.IsSystemdPath(p.CgroupsPath) == systemd {
+			continue
+		}
+		drivers := map[bool]string{false: "cgroupfs", true: "systemd"}
+		return errdefs.FailedPrecondition("cgroup_driver means %s, but pod %s has cgroups of %s: the next daemon would not"+
+			" find them, and could neither limit nor stop the pod. Keep the driver, or remove all pods first",
+			drivers[systemd], p.ID, drivers[!systemd])
+	}
+	return nil
 }
 
 // checkSeccomp refuses a seccomp profile of the node that no container could use.

@@ -15,13 +15,15 @@ import (
 // they outlive the daemon.
 func (a *assembly) openSessions(n *node.Node, pods *sandbox.Manager) (*sessions.Sessions, error) {
 	settings := sessionSettings(a.cfg)
-	if _, err := certs.Load(settings.TLS, a.log); err != nil {
+	files, err := certs.Open(settings.TLS, nil, a.log)
+	if err != nil {
 		return nil, err
 	}
 	s, err := sessions.Open(sessions.Config{
 		Dir:      filepath.Join(a.cfg.State, "sessions"),
 		Program:  n.Stream,
 		Settings: settings,
+		Certs:    files,
 		Explain: func(id string) func(error) error {
 			named, _ := a.names.Of(id)
 			return named.Explain

@@ -3,7 +3,8 @@
 // # Contract
 //
 // The configuration follows changes of its files, so that a rotation needs no restart. While the
-// files are invalid, the last valid certificate is used.
+// files are invalid, the last valid certificate is used. The daemon passes it to each process that
+// it starts.
 package certs
 
 import (
@@ -23,18 +24,37 @@ import (
 	"berth/server/sessions/wire"
 )
 
-// Load returns the TLS configuration of the streaming server, or nil without certificates.
-func Load(cfg wire.TLS, log *slog.Logger) (*tls.Config, error) {
+// Open reads the certificates. It returns nil if none are configured. If the files are invalid, it
+// uses earlier, their last valid content, which may be nil.
+func Open(cfg wire.TLS, earlier *wire.PEM, log *slog.Logger) (*Files, error) {
 	if cfg.Cert == "" {
 		return nil, nil
 	}
-	f := &tlsFiles{cfg: cfg, log: log, now: time.Now}
-	if err := f.read(f.now()); err != nil {
-		return nil, err
+	f := &Files{cfg: cfg, log: log, now: time.Now}
+	err := f.read(f.now())
+	if err == nil || earlier == nil {
+		return f, err
+	}
+	f.warn(err)
+	return f, f.use(earlier)
+}
+
+// Config returns the TLS configuration of the streaming server, or nil without certificates.
+func (f *Files) Config() *tls.Config {
+	if f == nil {
+		return nil
 	}
 	return &tls.Config{MinVersion: tls.VersionTLS12, GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) {
-		return f.current(), nil
-	}}, nil
+		return f.current().config, nil
+	}}
+}
+
+// Valid returns the last valid content of the files, or nil without certificates.
+func (f *Files) Valid() *wire.PEM {
+	if f == nil {
+		return nil
+	}
+	return f.current().pem
 }
 
 const (
@@ -46,14 +66,14 @@ const (
 	tlsSettled = 2 * time.Second
 )
 
-// tlsFiles are the files of certificates and key, with the last usable configuration. The server
+// Files are the files of certificates and key, with the last usable configuration. The server
 // keeps using the last valid certificate while the files are invalid, for example during a
-// rotation.
-type tlsFiles struct {
+// rotation. [Open] makes it.
+type Files struct {
 	cfg  wire.TLS
 	log  *slog.Logger
 	now  func() time.Time
-	last atomic.Pointer[tls.Config]
+	last atomic.Pointer[content]
 
 	// It is held by the goroutine that checks the files. Others do not wait. It guards the fields
 	// below.
@@ -63,21 +83,31 @@ type tlsFiles struct {
 	version string
 }
 
-// current returns the configuration for a connection.
-func (f *tlsFiles) current() *tls.Config {
+// content is a valid content of the files.
+type content struct {
+	pem    *wire.PEM
+	config *tls.Config
+}
+
+// current returns the content for a connection.
+func (f *Files) current() *content {
 	if f.mu.TryLock() {
 		defer f.mu.Unlock() // +checklocksignore: it does not know TryLock
 		if now := f.now(); now.Sub(f.looked) >= tlsPeriod {
 			if err := f.refresh(now); err != nil {
-				f.log.Warn("cannot use the streaming server's new certificates, keeping the old ones", "error", err)
+				f.warn(err)
 			}
 		}
 	}
 	return f.last.Load()
 }
 
+func (f *Files) warn(err error) {
+	f.log.Warn("cannot use the streaming server's new certificates, keeping the old ones", "error", err)
+}
+
 // refresh reads the files if they have changed. It needs the lock.
-func (f *tlsFiles) refresh(now time.Time) error {
+func (f *Files) refresh(now time.Time) error {
 	f.looked = now
 	if version, _, err := f.identify(); err == nil && version == f.version {
 		return nil
@@ -87,17 +117,19 @@ func (f *tlsFiles) refresh(now time.Time) error {
 
 // read reads the files. It identifies them first, so that the next check detects a change during
 // the reading.
-func (f *tlsFiles) read(now time.Time) error {
+func (f *Files) read(now time.Time) error {
 	f.looked, f.version = now, ""
 	version, changed, err := f.identify()
 	if err != nil {
 		return err
 	}
-	next, err := readStreamTLS(f.cfg)
+	next, err := readPEM(f.cfg)
 	if err != nil {
 		return err
 	}
-	f.last.Store(next)
+	if err := f.use(next); err != nil {
+		return err
+	}
 	if now.Sub(changed) >= tlsSettled {
 		f.version = version
 	}
@@ -106,7 +138,7 @@ func (f *tlsFiles) read(now time.Time) error {
 
 // identify returns a string that differs after a change of any file, and the time of the last
 // change.
-func (f *tlsFiles) identify() (version string, changed time.Time, err error) {
+func (f *Files) identify() (version string, changed time.Time, err error) {
 	for _, path := range []string{f.cfg.Cert, f.cfg.Key, f.cfg.ClientCA} {
 		if path == "" {
 			continue
@@ -123,11 +155,33 @@ func (f *tlsFiles) identify() (version string, changed time.Time, err error) {
 	return version, changed, nil
 }
 
-// readStreamTLS reads certificates and key.
-func readStreamTLS(cfg wire.TLS) (*tls.Config, error) {
-	certificate, err := tls.LoadX509KeyPair(cfg.Cert, cfg.Key)
+// readPEM reads certificates and key.
+func readPEM(cfg wire.TLS) (*wire.PEM, error) {
+	var p wire.PEM
+	for _, file := range []struct {
+		option, path string
+		to           *[]byte
+	}{
+		{"stream.tls_cert", cfg.Cert, &p.Cert},
+		{"stream.tls_key", cfg.Key, &p.Key},
+		{"stream.client_ca", cfg.ClientCA, &p.ClientCA},
+	} {
+		if file.path == "" {
+			continue
+		}
+		var err error
+		if *file.to, err = os.ReadFile(file.path); err != nil {
+			return nil, fmt.Errorf("%s: %w", file.option, err)
+		}
+	}
+	return &p, nil
+}
+
+// use makes p the last valid content, unless it is invalid.
+func (f *Files) use(p *wire.PEM) error {
+	certificate, err := tls.X509KeyPair(p.Cert, p.Key)
 	if err != nil {
-		return nil, fmt.Errorf("stream.tls_cert and stream.tls_key: %w", err)
+		return fmt.Errorf("stream.tls_cert and stream.tls_key: %w", err)
 	}
 	// Session tickets are off, because they would admit clients of a certificate authority that has
 	// been removed.
@@ -136,16 +190,12 @@ func readStreamTLS(cfg wire.TLS) (*tls.Config, error) {
 		MinVersion:             tls.VersionTLS12,
 		SessionTicketsDisabled: true,
 	}
-	if cfg.ClientCA == "" {
-		return t, nil
+	if f.cfg.ClientCA != "" {
+		t.ClientCAs, t.ClientAuth = x509.NewCertPool(), tls.RequireAndVerifyClientCert
+		if !t.ClientCAs.AppendCertsFromPEM(p.ClientCA) {
+			return errors.New("stream.client_ca: no certificate in " + f.cfg.ClientCA)
+		}
 	}
-	data, err := os.ReadFile(cfg.ClientCA)
-	if err != nil {
-		return nil, fmt.Errorf("stream.client_ca: %w", err)
-	}
-	t.ClientCAs, t.ClientAuth = x509.NewCertPool(), tls.RequireAndVerifyClientCert
-	if !t.ClientCAs.AppendCertsFromPEM(data) {
-		return nil, errors.New("stream.client_ca: no certificate in " + cfg.ClientCA)
-	}
-	return t, nil
+	f.last.Store(&content{p, t})
+	return nil
 }

@@ -21,18 +21,18 @@ import (
 func TestStreamTLSFollowsItsFiles(t *testing.T) {
 	dir := t.TempDir()
 	cfg := wire.TLS{Cert: filepath.Join(dir, "cert"), Key: filepath.Join(dir, "key")}
-	if _, err := Load(cfg, slog.New(slog.DiscardHandler)); err == nil {
+	if _, err := Open(cfg, nil, slog.New(slog.DiscardHandler)); err == nil {
 		t.Error("there was no error without the files")
 	}
 	first := writeCertificate(t, cfg, 1)
 	now := time.Now()
-	f := &tlsFiles{cfg: cfg, log: slog.New(slog.DiscardHandler), now: func() time.Time { return now }}
+	f := &Files{cfg: cfg, log: slog.New(slog.DiscardHandler), now: func() time.Time { return now }}
 	if err := f.read(now); err != nil {
 		t.Fatal(err)
 	}
 	shown := func(want []byte) *tls.Config {
 		t.Helper()
-		current := f.current()
+		current := f.current().config
 		if !bytes.Equal(current.Certificates[0].Certificate[0], want) {
 			t.Error("another certificate is shown")
 		}
@@ -59,6 +59,39 @@ func TestStreamTLSFollowsItsFiles(t *testing.T) {
 	}
 	now = now.Add(time.Minute)
 	shown(writeCertificate(t, cfg, 4))
+}
+
+// If the files are invalid when a process starts, it uses the content that the daemon has.
+func TestProcessStartsWithInvalidFiles(t *testing.T) {
+	dir, log := t.TempDir(), slog.New(slog.DiscardHandler)
+	cfg := wire.TLS{Cert: filepath.Join(dir, "cert"), Key: filepath.Join(dir, "key"), ClientCA: filepath.Join(dir, "cert")}
+	der := writeCertificate(t, cfg, 1)
+	daemon, err := Open(cfg, nil, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{cfg.Cert, cfg.Key} {
+		valid := daemon.Valid()
+		whole, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		writeFile(t, path, []byte("half of"))
+		if _, err := Open(cfg, nil, log); err == nil {
+			t.Errorf("%s is not invalid", path)
+		}
+		f, err := Open(cfg, valid, log)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := f.current().config; !bytes.Equal(got.Certificates[0].Certificate[0], der) || got.ClientAuth != tls.RequireAndVerifyClientCert {
+			t.Errorf("another configuration with invalid %s", path)
+		}
+		writeFile(t, path, whole)
+	}
+	if _, err := Open(cfg, &wire.PEM{}, log); err != nil {
+		t.Errorf("valid files are not preferred: %v", err)
+	}
 }
 
 // writeCertificate writes a new key and certificate and returns the certificate.

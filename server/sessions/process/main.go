@@ -305,9 +305,11 @@ func (p *program) start(hello wire.Hello, files []*os.File) error {
 	if err := errors.Join(err, wire.CloseAll(files)); err != nil {
 		return err
 	}
-	if cfg.TLS, err = certs.Load(hello.Settings.TLS, log); err != nil {
+	pairs, err := certs.Open(hello.Settings.TLS, hello.PEM, log)
+	if err != nil {
 		return err
 	}
+	cfg.TLS = pairs.Config()
 	server, err := streaming.Listen(cfg, runtime{p.link, spawn, log})
 	if err != nil {
 		return err

@@ -72,11 +72,19 @@ type TLS struct {
 	ClientCA string `json:"clientCA,omitempty"`
 }
 
+// PEM has the last valid content of the files of TLS.
+type PEM struct {
+	Cert     []byte `json:"cert"`
+	Key      []byte `json:"key"`
+	ClientCA []byte `json:"clientCA,omitempty"`
+}
+
 // Hello is the daemon's first message. The first daemon's settings are those of the process. Tokens
 // come from an earlier process, whose listener comes with the message.
 type Hello struct {
 	Settings Settings `json:"settings"`
 	Tokens   []Token  `json:"tokens,omitempty"`
+	PEM      *PEM     `json:"pem,omitempty"` // used while the files are invalid
 }
 
 // Welcome is the answer to Hello.
