@@ -69,7 +69,7 @@ func TestSELinuxLabels(t *testing.T) {
 			harness.Equal(t, "text of a file", c.Exec(t, "sh", "-c", "echo text >/file; cat /file"), "text")
 		})
 	}
-	kind, got := labelOf(t, pod.PausePID(t))
+	kind, got := labelOf(t, d.RunPod(t, podLevel(level)).PausePID(t))
 	harness.Equal(t, "type of pause", kind, containerType)
 	harness.Equal(t, "level of pause", got, level)
 }
