@@ -66,6 +66,7 @@ func TestSELinuxLabels(t *testing.T) {
 			harness.Equal(t, "type of the command", kind, tt.kind)
 			harness.Equal(t, "level of the command", got, tt.level)
 			harness.Equal(t, "label of an exec", strings.Trim(c.Exec(t, "cat", "/proc/self/attr/current"), "\n\x00"), machine.Confinement(t, c.Pid(t)))
+			harness.Equal(t, "label of the monitor", machine.Confinement(t, harness.MonitorOf(t, d, c)), machine.Confinement(t, d.Cmd.Process.Pid))
 			harness.Equal(t, "text of a file", c.Exec(t, "sh", "-c", "echo text >/file; cat /file"), "text")
 		})
 	}

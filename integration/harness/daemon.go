@@ -315,8 +315,9 @@ func newDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 func (d *Daemon) label(t *testing.T) {
 	t.Helper()
 	if selinux.GetEnabled() {
-		Must(t, os.MkdirAll(d.Root, 0o711))
-		Must(t, os.MkdirAll(d.State, 0o711))
+		for _, dir := range []string{d.Root, d.State, filepath.Join(d.Root, "bin")} {
+			Must(t, os.MkdirAll(dir, 0o711))
+		}
 		machine.RestoreLabels(t, d.Dir, d.Root)
 	}
 }
