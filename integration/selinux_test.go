@@ -181,7 +181,7 @@ func TestSELinuxFilesOfContainers(t *testing.T) {
 				echo end >/dev/termination-log
 				for dir in /dev /data /tmp /root; do mkdir -p $dir; echo text >$dir/file; cat $dir/file >/dev/null; rm $dir/file; done
 				head -c 8 /dev/urandom >/dev/null
-				cp /bin/busybox /root/program && /root/program true`)
+				cp /bin/busybox /root/true && /root/true`)
 			harness.Equal(t, "termination log", strings.Join(machine.ReadLines(log), ""), "end")
 			if namespaces.name != "IPC" {
 				c.Exec(t, "sh", "-ec", "echo text >/dev/shm/file; cat /dev/shm/file; rm /dev/shm/file")
