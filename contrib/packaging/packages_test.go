@@ -111,6 +111,7 @@ func want(prefix, cni, zsh string) []file {
 		{prefix + "/share/berth/monitoring/prometheusrule.yaml", data, ""},
 		{prefix + "/share/berth/monitoring/podmonitor.yaml", data, ""},
 		{prefix + "/share/berth/monitoring/berth.json", data, ""},
+		{prefix + "/share/berth/selinux/berth.cil", data, ""},
 	}
 	examples, err := filepath.Glob("../examples/*.yaml")
 	if err != nil {

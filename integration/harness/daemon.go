@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"github.com/containernetworking/cni/pkg/types"
+	"github.com/opencontainers/selinux/go-selinux"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
@@ -233,6 +234,7 @@ func StartDaemon(t *testing.T, opts ...DaemonOption) *Daemon {
 func StartDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	t.Helper()
 	before := MachineSnapshot(nil)
+	denials := machine.WatchDenials(t)
 	d := newDaemonIn(t, dir, opts...)
 	t.Cleanup(func() {
 		if t.Failed() {
@@ -241,6 +243,7 @@ func StartDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	})
 	// Each step is a separate clean-up, so that a failed step does not prevent the others. They run
 	// in reverse order.
+	t.Cleanup(func() { d.noDenials(t, denials()) })
 	t.Cleanup(func() { NoMachineLeaks(t, before, d) })
 	t.Cleanup(func() { d.ForgetMounts(t) })
 	t.Cleanup(func() { d.removeNetwork(t) })
@@ -305,7 +308,20 @@ func newDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	}
 	d.allowSlowPlugins()
 	d.writeConfig(t, d.Extra)
+	d.label(t)
 	return d
+}
+
+// label gives the daemon's directories their SELinux labels, as packages do with the default
+// directories.
+func (d *Daemon) label(t *testing.T) {
+	t.Helper()
+	if selinux.GetEnabled() {
+		for _, dir := range []string{d.Root, d.State, filepath.Join(d.Root, "bin")} {
+			Must(t, os.MkdirAll(dir, 0o711))
+		}
+		machine.RestoreLabels(t, d.Dir, d.Root)
+	}
 }
 
 func (d *Daemon) writeConfig(t *testing.T, lines []string) {

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"math"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -185,4 +186,14 @@ func (d *Daemon) Goroutines(t *testing.T) int {
 		t.Fatalf("verbose Status has no number of goroutines: info is %v", status.Info)
 	}
 	return n
+}
+
+// noDenials fails the test for each of SELinux's denials that the test does not tolerate.
+func (d *Daemon) noDenials(t *testing.T, denials []string) {
+	t.Helper()
+	for _, denial := range denials {
+		if !slices.ContainsFunc(d.tolerated, func(part string) bool { return strings.Contains(denial, part) }) {
+			t.Errorf("SELinux: %s", denial)
+		}
+	}
 }

@@ -28,9 +28,13 @@ func (s Items) Add(kind, name string) {
 	s[kind][name]++
 }
 
+// ownProc is the procfs that the library of SELinux mounts for itself.
+const ownProc = "procfs of its own"
+
 // madeOnce lists files and descriptors that the first pod or image creates and that stay.
 var madeOnce = map[string]bool{
 	"fd of the daemon: /sys/fs/cgroup":         true, // opencontainers/cgroups opens files below it by openat2
+	"fd of the daemon: " + ownProc:             true,
 	"file below root: /checkpoint.key":         true,
 	"file below root: /checkpoints":            true,
 	"file below root: /cni":                    true, // libcni's cache of results

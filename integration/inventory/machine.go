@@ -258,8 +258,13 @@ func OpenFiles(pid int) []string {
 			continue
 		}
 		var fs unix.Statfs_t
-		if target == "/" && unix.Statfs(path, &fs) == nil && fs.Type == unix.EROFS_SUPER_MAGIC_V1 {
-			target = imageMount
+		if target == "/" && unix.Statfs(path, &fs) == nil {
+			switch fs.Type {
+			case unix.EROFS_SUPER_MAGIC_V1:
+				target = imageMount
+			case unix.PROC_SUPER_MAGIC:
+				target = ownProc
+			}
 		}
 		out = append(out, idPattern.ReplaceAllString(target, "#"))
 	}

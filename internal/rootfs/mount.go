@@ -276,11 +276,26 @@ func configure(fsfd int, dirs *dirs, setDir dirSetter) error {
 			return fmt.Errorf("overlay option %s: %w%s", o, err, messages(fsfd))
 		}
 	}
-	if err := unix.FsconfigCreate(fsfd); err != nil {
+	err := unix.FsconfigCreate(fsfd)
+	if errors.Is(err, unix.EINVAL) && acceptsAnyOption() {
+		return fmt.Errorf("overlay option lowerdir+: %w", errors.ErrUnsupported)
+	}
+	if err != nil {
 		return fmt.Errorf("create overlay of %d layers on %s: %w%s",
 			len(dirs.lower), dirs.lower[0].Name(), err, messages(fsfd))
 	}
 	return nil
+}
+
+// acceptsAnyOption reports whether a filesystem context of overlayfs accepts every option, and only
+// its creation fails. So do kernels before 6.5.
+func acceptsAnyOption() bool {
+	fsfd, err := unix.Fsopen("overlay", unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return false
+	}
+	defer unix.Close(fsfd)
+	return unix.FsconfigSetFlag(fsfd, "berth-no-such-option") == nil
 }
 
 // setDir sets an option to a directory. The container's /proc/PID/mounts shows the value, so setDir
