@@ -217,7 +217,7 @@ set_up() {
 need_nfpm() {
 	local nfpm=$BERTH_SRC/bin/nfpm source=$BERTH_SRC/contrib/packaging/nfpm
 	if [ -x "$nfpm" ] && [ "$nfpm" -nt "$source/go.mod" ]; then return; fi
-	(cd "$source" && CGO_ENABLED=0 go build -o "$nfpm" github.com/goreleaser/nfpm/v2/cmd/nfpm)
+	(cd "$source" && GOARCH='' CGO_ENABLED=0 go build -o "$nfpm" github.com/goreleaser/nfpm/v2/cmd/nfpm)
 }
 
 # need_arch prepares a build for $GOARCH, amd64 or arm64. Without GOARCH it is the machine's own
