@@ -457,23 +457,6 @@ machine_init() {
 	"$@"
 }
 
-# emulated CMD… runs CMD in its own user and mount namespaces, where programs for arm64 run under
-# qemu-user-static. The kernel has one binfmt_misc for each user namespace since 6.7, so the
-# machine's own stays unchanged.
-emulated() {
-	local holder code=0
-	setpriv --pdeathsig KILL unshare --user --mount sleep infinity &
-	holder=$!
-	until { echo '0 0 4294967295' >/proc/$holder/uid_map && echo '0 0 4294967295' >/proc/$holder/gid_map; } 2>/dev/null; do
-		kill -0 $holder 2>/dev/null || return 1
-		sleep 0.1 # until it is in its namespace
-	done
-	nsenter --target $holder --user --mount sh -ec 'cd /proc/sys/fs/binfmt_misc && mount -t binfmt_misc none .
-		cat /usr/lib/binfmt.d/qemu-aarch64.conf >/proc/sys/fs/binfmt_misc/register && cd "$1" && shift && exec "$@"' sh "$PWD" "$@" || code=$?
-	kill $holder
-	return $code
-}
-
 # start_registry DIR starts a registry on loopback that serves the demo's image. It sets
 # REGISTRY_PID and IMAGE. The registry ends with this shell, which holds its standard input.
 start_registry() {
