@@ -98,23 +98,31 @@ fetch_old_criu() {
 	"$dir/criu" --version >/dev/null 2>&1 && echo "$dir/criu"
 }
 
+# apt_apart DIR ARG… runs apt-get with lists and archives of its own in DIR. No package is installed
+# there, so it fetches every library.
+apt_apart() {
+	local dir=$1
+	shift
+	mkdir -p "$dir"/state/lists "$dir"/cache/archives/partial
+	: >"$dir/status"
+	apt-get -q -o "Dir::State=$dir/state" -o "Dir::State::status=$dir/status" -o "Dir::Cache=$dir/cache" -o APT::Sandbox::User=root "$@"
+}
+
 # unpack_criu DIR SUITE unpacks CRIU of SUITE and its libraries into DIR/root and writes DIR/criu,
 # which runs it. Call it in a subshell.
 unpack_criu() {
-	local dir=$1 work get deb loader
+	local dir=$1 work suite deb
 	set -e
 	mkdir -p "$dir"
 	work=$(mktemp -d "$dir/work.XXXXXX")
 	# shellcheck disable=SC2064 # the name is known now
 	trap "rm -rf '$work'" EXIT
-	mkdir -p "$work"/state/lists "$work"/cache/archives/partial "$work/root"
-	: >"$work/status" # with no package installed, apt fetches every library
+	mkdir "$work/root"
 	debian_sources "$2" >"$work/suite.sources"
 	[ -s "$work/suite.sources" ]
-	get=(apt-get -q -o "Dir::State=$work/state" -o "Dir::State::status=$work/status" -o "Dir::Cache=$work/cache" -o APT::Sandbox::User=root
-		-o "Dir::Etc::sourcelist=$work/suite.sources" -o Dir::Etc::sourceparts=-)
-	"${get[@]}" update
-	"${get[@]}" install -y --download-only --no-install-recommends criu
+	suite=(-o "Dir::Etc::sourcelist=$work/suite.sources" -o Dir::Etc::sourceparts=-)
+	apt_apart "$work" "${suite[@]}" update
+	apt_apart "$work" "${suite[@]}" install -y --download-only --no-install-recommends criu
 	for deb in "$work"/cache/archives/{criu,lib}*.deb; do dpkg-deb --extract "$deb" "$work/root"; done
 	write_criu "$work/root" "$dir/root" "$work/criu"
 	rm -rf "$dir/root"
@@ -189,7 +197,7 @@ module_dir() {
 # fetch_toolchain prints the GOROOT of a toolchain downloaded by an old go.
 fetch_toolchain() {
 	local version dir
-	version=v0.0.1-$GOTOOLCHAIN.linux-$(go env GOARCH)
+	version=v0.0.1-$GOTOOLCHAIN.linux-$(go env GOHOSTARCH)
 	dir=$(module_dir golang.org/toolchain "$version") || return
 	# Module zips carry no file modes. Newer go commands also set them after the download.
 	chmod +x "$dir"/bin/* "$dir"/pkg/tool/*/* && echo "$dir"
@@ -209,12 +217,65 @@ set_up() {
 need_nfpm() {
 	local nfpm=$BERTH_SRC/bin/nfpm source=$BERTH_SRC/contrib/packaging/nfpm
 	if [ -x "$nfpm" ] && [ "$nfpm" -nt "$source/go.mod" ]; then return; fi
-	(cd "$source" && CGO_ENABLED=0 go build -o "$nfpm" github.com/goreleaser/nfpm/v2/cmd/nfpm)
+	(cd "$source" && GOARCH='' CGO_ENABLED=0 go build -o "$nfpm" github.com/goreleaser/nfpm/v2/cmd/nfpm)
 }
+
+# need_arch prepares a build for $GOARCH, amd64 or arm64. Without GOARCH it is the machine's own
+# architecture. It sets BERTH_ARCH to its name in Go and Debian, and BERTH_CPU to that of uname.
+#
+# For another architecture it sets CC to a cross compiler, and BERTH_SYSROOT to a directory with
+# Debian's libraries for it. CC is a name in PATH, because Go puts CC into the built programs' IDs,
+# and a directory in it would make them differ.
+need_arch() {
+	BERTH_ARCH=$(go env GOARCH) BERTH_SYSROOT=''
+	case $BERTH_ARCH in
+	amd64) BERTH_CPU=x86_64 ;;
+	arm64) BERTH_CPU=aarch64 ;;
+	*) die "berth is not built for $BERTH_ARCH" ;;
+	esac
+	[ "$BERTH_ARCH" != "$(go env GOHOSTARCH)" ] || return 0
+	command -v "$BERTH_CPU-linux-gnu-gcc" >/dev/null || install_packages "gcc-${BERTH_CPU/_/-}-linux-gnu"
+	BERTH_SYSROOT=${XDG_CACHE_HOME:-$HOME/.cache}/berth-sysroot-$BERTH_ARCH-$(built_using_here | sha256sum | cut -c1-12)
+	[ -e "$BERTH_SYSROOT" ] || (unpack_sysroot) >/dev/null || die "cannot fetch Debian's libraries for $BERTH_ARCH"
+	export PATH=$BERTH_SYSROOT/cross:$PATH CC=$BERTH_CPU-berth-gcc CGO_ENABLED=1
+	export PKG_CONFIG_LIBDIR=$BERTH_SYSROOT/usr/lib/$BERTH_CPU-linux-gnu/pkgconfig PKG_CONFIG_SYSTEM_LIBRARY_PATH=/usr/lib/$BERTH_CPU-linux-gnu
+}
+
+# unpack_sysroot creates BERTH_SYSROOT from the suite that this machine uses. It installs nothing.
+# Call it in a subshell.
+unpack_sysroot() {
+	local work deb arch=(-o "APT::Architecture=$BERTH_ARCH" -o "APT::Architectures=$BERTH_ARCH")
+	set -e
+	mkdir -p "${BERTH_SYSROOT%/*}"
+	work=$(mktemp -d "$BERTH_SYSROOT.XXXXXX")
+	# shellcheck disable=SC2064 # the name is known now
+	trap "rm -rf '$work'" EXIT
+	mkdir -p "$work/root/cross"
+	apt_apart "$work" "${arch[@]}" update
+	apt_apart "$work" "${arch[@]}" install -y --download-only --no-install-recommends libc6-dev libseccomp-dev libisal-dev
+	for deb in "$work"/cache/archives/*.deb; do dpkg-deb --extract "$deb" "$work/root"; done
+	[ -e "$work/root/lib" ] || ln -s usr/lib "$work/root/lib"
+	for deb in "$work"/cache/archives/{libc6,libseccomp}-dev_*.deb; do
+		dpkg-deb --show --showformat '${source:Package} ${source:Version}\n' "$deb"
+	done | sort >"$work/root/built-using"
+	# Without -B and -isystem, an older C library that comes with the cross compiler has priority. The
+	# compiler's own headers stay first.
+	printf '#!/bin/sh\nexec %s-linux-gnu-gcc --sysroot="%s" -B"%s" -isystem "%s" -isystem "%s" -isystem "%s" "$@"\n' "$BERTH_CPU" "$BERTH_SYSROOT" \
+		"$BERTH_SYSROOT/usr/lib/$BERTH_CPU-linux-gnu" "$("$BERTH_CPU-linux-gnu-gcc" -print-file-name=include)" \
+		"$BERTH_SYSROOT/usr/include/$BERTH_CPU-linux-gnu" "$BERTH_SYSROOT/usr/include" \
+		>"$work/root/cross/$BERTH_CPU-berth-gcc"
+	chmod 0755 "$work/root/cross/$BERTH_CPU-berth-gcc"
+	mv "$work/root" "$BERTH_SYSROOT"
+}
+
+# built_programs prints the directory of the programs that contrib/build builds.
+built_programs() { echo "bin${BERTH_SYSROOT:+/$BERTH_ARCH}"; }
 
 # built_using prints name and version of the source packages whose static libraries are linked. It
 # prints nothing where Debian's package manager is missing.
-built_using() {
+built_using() { if [ -n "$BERTH_SYSROOT" ]; then cat "$BERTH_SYSROOT/built-using"; else built_using_here; fi; }
+
+built_using_here() {
 	command -v dpkg-query >/dev/null || return 0
 	dpkg-query -W -f '${source:Package} ${source:Version}\n' libc6-dev libseccomp-dev | sort
 }

@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"cmp"
 	"compress/gzip"
+	"debug/elf"
 	"errors"
 	"fmt"
 	"io"
@@ -15,6 +16,7 @@ import (
 	"path/filepath"
 	"reflect"
 	"regexp"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -30,8 +32,10 @@ import (
 // version is the version of the packages under test.
 const version = "1.2.3~test"
 
-// built has the packages of this test run. Building them takes seconds.
-var built struct {
+// built has the packages of this test run, by architecture. Building them takes seconds.
+var built = map[string]*set{"amd64": {}, "arm64": {}}
+
+type set struct {
 	sync.Once
 	dir string
 	err error
@@ -39,33 +43,53 @@ var built struct {
 
 func TestMain(m *testing.M) {
 	code := m.Run()
-	if built.dir != "" {
-		_ = os.RemoveAll(built.dir)
+	for _, b := range built {
+		if b.dir != "" {
+			_ = os.RemoveAll(b.dir)
+		}
 	}
 	os.Exit(code)
+}
+
+// programs returns the directory of the programs for an architecture, below BERTH_BIN.
+func programs(arch string) string {
+	if arch == runtime.GOARCH {
+		return os.Getenv("BERTH_BIN")
+	}
+	return filepath.Join(os.Getenv("BERTH_BIN"), arch)
 }
 
 // packages returns the directory of packages made from the programs in BERTH_BIN.
 func packages(t *testing.T) string {
 	t.Helper()
+	return packagesFor(t, runtime.GOARCH)
+}
+
+// packagesFor returns the directory of packages for an architecture.
+func packagesFor(t *testing.T, arch string) string {
+	t.Helper()
 	if os.Getenv("BERTH_BIN") == "" {
 		t.Skip("BERTH_BIN is not set: run contrib/build and export BERTH_BIN=$PWD/bin")
 	}
-	built.Do(func() {
-		if built.dir, built.err = os.MkdirTemp("", "berth-packages-"); built.err == nil {
-			built.err = build(built.dir)
+	if _, err := os.Stat(filepath.Join(programs(arch), "berthd")); err != nil {
+		t.Skipf("NOT TESTED: packages for %s: run GOARCH=%s contrib/build (%v)", arch, arch, err)
+	}
+	b := built[arch]
+	b.Do(func() {
+		if b.dir, b.err = os.MkdirTemp("", "berth-packages-"); b.err == nil {
+			b.err = build(b.dir, arch)
 		}
 	})
-	if built.err != nil {
-		t.Fatal(built.err)
+	if b.err != nil {
+		t.Fatal(b.err)
 	}
-	return built.dir
+	return b.dir
 }
 
-// build writes the three packages to dir.
-func build(dir string) error {
-	cmd := exec.Command("../package", "-bin", os.Getenv("BERTH_BIN"), "-o", dir, "deb", "rpm", "tarball")
-	cmd.Env = append(os.Environ(), "BERTH_PACKAGE_VERSION="+version, "SOURCE_DATE_EPOCH=1700000000")
+// build writes the three packages for an architecture to dir.
+func build(dir, arch string) error {
+	cmd := exec.Command("../package", "-bin", programs(arch), "-o", dir, "deb", "rpm", "tarball")
+	cmd.Env = append(os.Environ(), "GOARCH="+arch, "BERTH_PACKAGE_VERSION="+version, "SOURCE_DATE_EPOCH=1700000000")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return fmt.Errorf("contrib/package: %w\n%s", err, out)
 	}
@@ -267,9 +291,55 @@ func TestTarballContents(t *testing.T) {
 		file{"/share/berth/third-party-licenses.gz", "-rw-r--r--", ""}), "0/0"))
 }
 
+// The packages of both architectures have the same files. Each program is for the package's
+// architecture, and is linked statically or not as on the other.
+func TestPackagesOfBothArchitectures(t *testing.T) {
+	type content struct {
+		files  string
+		static map[string]bool
+	}
+	var contents []content
+	for _, arch := range []struct {
+		name, cpu string
+		machine   elf.Machine
+	}{{"amd64", "x86_64", elf.EM_X86_64}, {"arm64", "aarch64", elf.EM_AARCH64}} {
+		from, dir := packagesFor(t, arch.name), t.TempDir()
+		deb := one(t, from, "berth_"+version+"_"+arch.name+".deb")
+		if got := run(t, "dpkg-deb", "--field", deb, "Architecture"); got != arch.name+"\n" {
+			t.Errorf("the deb is for %q", got)
+		}
+		if using := run(t, "dpkg-deb", "--field", deb, "Built-Using"); !strings.Contains(using, "libseccomp (= ") {
+			t.Errorf("%s: built using %q", arch.name, using)
+		}
+		rpm := one(t, from, "berth-"+version+"-1."+arch.cpu+".rpm")
+		if got := run(t, "rpm", "-q", "--nosignature", "-p", "--queryformat", "%{ARCH}", rpm); got != arch.cpu {
+			t.Errorf("the rpm is for %q", got)
+		}
+		one(t, from, "berth-"+version+"-linux-"+arch.name+".tar.gz")
+		run(t, "dpkg-deb", "--extract", deb, dir)
+		c := content{static: map[string]bool{}}
+		paths, err := filepath.Glob(filepath.Join(dir, "usr/bin/*"))
+		testutil.Must(t, err)
+		for _, path := range append(paths, filepath.Join(dir, "usr/lib/cni/berth-net")) {
+			program, err := elf.Open(path)
+			testutil.Must(t, err)
+			if program.Machine != arch.machine {
+				t.Errorf("%s is for %s", path, program.Machine)
+			}
+			c.static[filepath.Base(path)] = program.Section(".interp") == nil
+			testutil.Must(t, program.Close())
+		}
+		c.files = strings.Join(files(t, dir), "\n")
+		contents = append(contents, c)
+	}
+	if !reflect.DeepEqual(contents[0], contents[1]) || len(contents[0].static) < 8 {
+		t.Errorf("amd64: %v\narm64: %v", contents[0], contents[1])
+	}
+}
+
 func TestPackagesAreReproducible(t *testing.T) {
 	first, second := packages(t), t.TempDir()
-	if err := build(second); err != nil {
+	if err := build(second, runtime.GOARCH); err != nil {
 		t.Fatal(err)
 	}
 	names, err := os.ReadDir(first)

@@ -290,3 +290,43 @@ exit 100
 		})
 	}
 }
+
+// A release is built only from a clean checkout, at the annotated tag of its version, with a section
+// of the changelog.
+func TestReleaseNeedsItsTag(t *testing.T) {
+	dir, out := t.TempDir(), t.TempDir()
+	for _, name := range []string{"contrib/release", "contrib/lib.sh", "go.mod"} {
+		content, err := os.ReadFile("../../" + name)
+		testutil.Must(t, err)
+		writeProgram(t, filepath.Join(dir, name), string(content))
+	}
+	writeProgram(t, filepath.Join(dir, "VERSION"), "9.9.9\n")
+	writeProgram(t, filepath.Join(out, "old"), "") // the first error of a release that may be built
+	git := func(args ...string) {
+		run(t, "git", append([]string{"-C", dir, "-c", "user.name=a", "-c", "user.email=a@b"}, args...)...)
+	}
+	commit := func(changelog string) {
+		writeProgram(t, filepath.Join(dir, "CHANGELOG.md"), changelog)
+		git("add", ".")
+		git("commit", "-q", "-m", changelog)
+	}
+	git("init", "-q")
+	commit("## 9.9.8")
+	for _, step := range []struct {
+		do   func()
+		want string
+	}{
+		{func() {}, "the tag of HEAD is missing"},
+		{func() { git("tag", "v9.9.9") }, "the tag of HEAD is missing"}, // not annotated
+		{func() { git("tag", "-d", "v9.9.9"); git("tag", "-a", "-m", "x", "v9.9.8") }, "the tag of HEAD is v9.9.8"},
+		{func() { git("tag", "-d", "v9.9.8"); git("tag", "-a", "-m", "x", "v9.9.9") }, "CHANGELOG.md has no section 9.9.9"},
+		{func() { git("tag", "-d", "v9.9.9"); commit("## 9.9.9"); git("tag", "-a", "-m", "x", "v9.9.9") }, "is not empty"},
+		{func() { writeProgram(t, filepath.Join(dir, "new"), "") }, "the checkout has changes"},
+	} {
+		step.do()
+		cmd := exec.Command(filepath.Join(dir, "contrib/release"), "-o", out)
+		if output, err := cmd.CombinedOutput(); err == nil || !strings.Contains(string(output), step.want) {
+			t.Errorf("%v, want %q\n%s", err, step.want, output)
+		}
+	}
+}

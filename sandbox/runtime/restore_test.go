@@ -13,6 +13,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	goruntime "runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -23,6 +24,7 @@ import (
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
+	"berth/sandbox/state"
 )
 
 func writeJSON(t *testing.T, dir, name string, content any) {
@@ -149,6 +151,32 @@ func TestWhiteouts(t *testing.T) {
 		writeJSON(t, dir, archive.DeletedFilesFile, bad)
 		if got, err := whiteouts(dir); errdefs.Code(err) != codes.InvalidArgument {
 			t.Errorf("%.100v: %v, %v", bad, got, err)
+		}
+	}
+}
+
+// The error of a checkpoint that was made on another architecture names both.
+func TestImportNamesArchitectures(t *testing.T) {
+	root := t.TempDir()
+	key, err := archive.LoadKey(root)
+	testutil.Must(t, err)
+	k := Restores{Dirs: state.Dirs{Root: root}, Key: func() (*archive.Key, error) { return key, nil }}
+	for _, arch := range []string{goruntime.GOARCH, "riscv64"} {
+		path := t.TempDir()
+		writeJSON(t, filepath.Join(path, archive.ImagesDir), "inventory.img", "")
+		dir, err := os.Open(path)
+		testutil.Must(t, err)
+		defer dir.Close()
+		testutil.Must(t, archive.Seal(t.Context(), dir, &archive.Manifest{Node: archive.Node{Architecture: arch},
+			Containers: []archive.Container{{Name: "app", Config: json.RawMessage(`{}`)}}}, key, nil, false))
+		_, err = k.Import(t.Context(), path, "pod-"+arch)
+		if arch == goruntime.GOARCH {
+			testutil.Must(t, err)
+			continue
+		}
+		want := "was made on riscv64, this node is " + goruntime.GOARCH
+		if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), want) {
+			t.Errorf("%v, want %q", err, want)
 		}
 	}
 }

@@ -72,7 +72,7 @@ func (b *restoreBackend) checkStructure() error {
 		return fmt.Errorf("open checkpoint: %w", err)
 	}
 	defer images.Close() // it was only read
-	return refusal(criu.Check(images, vdso))
+	return refusal(criu.Check(images, vdso, os.Getpagesize()))
 }
 
 // refusal adds the gRPC code to an error of package criu.

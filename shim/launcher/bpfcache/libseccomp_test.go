@@ -79,7 +79,7 @@ func install(text string) {
 	}
 	fmt.Println("installed")
 	for {
-		unix.RawSyscall(unix.SYS_PAUSE, 0, 0, 0)
+		unix.RawSyscall6(unix.SYS_PPOLL, 0, 0, 0, 0, 0, 0) // arm64 has no pause(2)
 	}
 }
 

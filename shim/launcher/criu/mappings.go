@@ -39,11 +39,8 @@ const mapShared = 1 // MAP_SHARED
 
 // Addresses of mappings.
 const (
-	pageSize      = 4096
-	leastAddress  = pageSize
-	mostAddress   = 1<<56 - pageSize // with five levels of page tables
+	mostAddress   = 1<<56 - 4096 // with five levels of page tables
 	vsyscallStart = math.MaxUint64 - 10<<20 + 1
-	vsyscallEnd   = vsyscallStart + pageSize
 )
 
 func readMappings(dir *safefs.Dir, pid uint32) (all []mapping, err error) {
@@ -65,7 +62,7 @@ func readMappings(dir *safefs.Dir, pid uint32) (all []mapping, err error) {
 
 // checkOrder checks that mappings are ascending, disjoint, in the range of addresses and of known
 // kinds. The mapping of vsyscall is the last, and ranges of guard pages follow all mappings.
-func checkOrder(all []mapping) error {
+func checkOrder(all []mapping, pageSize uint64) error {
 	var before mapping // of the same list
 	guards := false
 	for _, v := range all {
@@ -76,9 +73,9 @@ func checkOrder(all []mapping) error {
 			}
 			guards, before = true, mapping{}
 		}
-		first, last := uint64(leastAddress), uint64(mostAddress)
+		first, last := pageSize, uint64(mostAddress)
 		if v.status&areaVsyscall != 0 {
-			first, last = vsyscallStart, vsyscallEnd
+			first, last = vsyscallStart, vsyscallStart+pageSize
 		}
 		switch {
 		case v.status&^knownStatus != 0:
@@ -108,6 +105,7 @@ func find(all []mapping, start, size uint64) *mapping {
 
 // pages is the saved content of a process's private memory.
 type pages struct {
+	size uint64 // of a page
 	runs []run
 	file *os.File // nil: no page is saved
 }
@@ -118,8 +116,8 @@ type run struct {
 	offset     int64 // offset in the file; -1: not in the file
 }
 
-func openPages(dir *safefs.Dir, pid uint32) (*pages, error) {
-	m, id, offset := new(pages), uint64(0), int64(0)
+func openPages(dir *safefs.Dir, pid uint32, pageSize uint64) (*pages, error) {
+	m, id, offset := &pages{size: pageSize}, uint64(0), int64(0)
 	first := true
 	err := eachEntry(dir, fmt.Sprintf("pagemap-%d.img", pid), pagemapMagic, func(f fields) (err error) {
 		if first {
@@ -153,8 +151,8 @@ func (m *pages) add(f fields, offset int64) (next int64, err error) {
 	if f.numbers[inParent] != 0 || have&parent != 0 {
 		return 0, refused("its memory is in another checkpoint")
 	}
-	end := start + n*pageSize
-	if n == 0 || n > mostAddress/pageSize || start > mostAddress || end > mostAddress ||
+	end := start + n*m.size
+	if n == 0 || n > mostAddress/m.size || start > mostAddress || end > mostAddress ||
 		len(m.runs) > 0 && start < m.runs[len(m.runs)-1].end {
 		return 0, refused("the pages at %#x are not in order", start)
 	}
@@ -163,7 +161,7 @@ func (m *pages) add(f fields, offset int64) (next int64, err error) {
 		return offset, nil
 	}
 	m.runs = append(m.runs, run{start, end, offset})
-	return offset + int64(n*pageSize), nil
+	return offset + int64(n*m.size), nil
 }
 
 // read returns saved bytes. Pages that are not saved are zero, and then complete is false.
@@ -171,7 +169,7 @@ func (m *pages) read(at, size uint64) (data []byte, complete bool, err error) {
 	data, complete = make([]byte, size), true
 	for have := uint64(0); have < size; {
 		place := at + have
-		step := min(size-have, pageSize-place%pageSize)
+		step := min(size-have, m.size-place%m.size)
 		offset := m.offset(place)
 		if offset < 0 {
 			complete = false

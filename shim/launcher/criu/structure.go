@@ -19,7 +19,8 @@ func (e *Refused) Error() string { return e.Reason }
 func refused(format string, args ...any) error { return &Refused{fmt.Sprintf(format, args...)} }
 
 // Check refuses saved processes of an unusual form, with an error of the type Refused. images is
-// the directory of CRIU's images. vdso is the content of this kernel's vDSO.
+// the directory of CRIU's images. vdso is the content of this kernel's vDSO, and pageSize its size
+// of a page.
 //
 // The check is defence in depth, and gives no guarantee. CRIU's code runs as root in the memory of
 // the saved processes, so whoever restores them trusts them. Check examines the data that CRIU uses
@@ -28,7 +29,7 @@ func refused(format string, args ...any) error { return &Refused{fmt.Sprintf(for
 //   - The vDSO has the content of this kernel's.
 //   - The areas of restartable sequences are private memory, and no sequence is in progress.
 //   - The mappings are in the order that CRIU relies on, and of kinds that berth knows.
-func Check(images *os.File, vdso []byte) error {
+func Check(images *os.File, vdso []byte, pageSize int) error {
 	dir, err := safefs.OpenDir(images, "")
 	if err != nil {
 		return fmt.Errorf("open images of a checkpoint: %w", err)
@@ -39,7 +40,7 @@ func Check(images *os.File, vdso []byte) error {
 		if err != nil {
 			return err
 		}
-		return p.check(dir, vdso)
+		return p.check(dir, vdso, uint64(pageSize))
 	})
 }
 
@@ -65,7 +66,7 @@ const (
 	taskZombie = 6
 )
 
-func (p process) check(dir *safefs.Dir, vdso []byte) error {
+func (p process) check(dir *safefs.Dir, vdso []byte, pageSize uint64) error {
 	leader, err := readCore(dir, p.pid)
 	if err != nil {
 		return err
@@ -75,11 +76,11 @@ func (p process) check(dir *safefs.Dir, vdso []byte) error {
 	}
 	all, err := readMappings(dir, p.pid)
 	if err == nil {
-		err = checkOrder(all)
+		err = checkOrder(all, pageSize)
 	}
 	var m *pages
 	if err == nil {
-		m, err = openPages(dir, p.pid)
+		m, err = openPages(dir, p.pid, pageSize)
 	}
 	if err != nil {
 		return p.named(err)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -27,10 +28,9 @@ const (
 	sharedMemory, guard      = 1 << 8, 1 << 16
 	private, shared          = 2, 1
 
-	page      = 4096
 	dataAt    = 0x500000
 	vvarAt    = 0x7fff00000000
-	vdsoAt    = vvarAt + 4*page
+	vdsoAt    = vvarAt + 4<<16
 	topAt     = 0xffffffffff600000
 	area      = dataAt + 64
 	leader    = 7
@@ -44,6 +44,7 @@ type process struct {
 	rseq     *rseq.RseqEntry
 	pagemaps []*pagemap.PagemapEntry
 	pages    []byte // two of data, two of the vDSO
+	pageSize int
 }
 
 func mapped(start, size uint64, flags, status uint32) *vma.VmaEntry {
@@ -57,9 +58,10 @@ func content(address uint64, count, flags uint32) *pagemap.PagemapEntry {
 const present = 4
 
 // kernelVDSO is the vDSO of the tests' kernel.
-var kernelVDSO = bytes.Repeat([]byte{0xcc}, 2*page)
+func kernelVDSO(pageSize int) []byte { return bytes.Repeat([]byte{0xcc}, 2*pageSize) }
 
-func usualProcess() *process {
+func usualProcess(pageSize int) *process {
+	page := uint64(pageSize)
 	return &process{
 		state: 1,
 		maps: []*vma.VmaEntry{
@@ -69,7 +71,8 @@ func usualProcess() *process {
 		},
 		rseq:     &rseq.RseqEntry{RseqAbiPointer: proto.Uint64(area), RseqAbiSize: proto.Uint32(32)},
 		pagemaps: []*pagemap.PagemapEntry{content(dataAt, 2, present), content(vdsoAt, 2, present)},
-		pages:    append(make([]byte, 2*page), kernelVDSO...),
+		pages:    append(make([]byte, 2*page), kernelVDSO(pageSize)...),
+		pageSize: pageSize,
 	}
 }
 
@@ -91,8 +94,19 @@ func (p *process) write(t *testing.T) string {
 	return dir
 }
 
-// Each unusual form is refused by its name.
+func (p *process) check(t *testing.T, dir string) error {
+	return criu.Check(open(t, dir), kernelVDSO(p.pageSize), p.pageSize)
+}
+
+// Each unusual form is refused by its name, with each size of pages that arm64 has.
 func TestCheck(t *testing.T) {
+	t.Parallel()
+	for _, pageSize := range []int{4 << 10, 16 << 10, 64 << 10} {
+		t.Run(strconv.Itoa(pageSize), func(t *testing.T) { testCheck(t, uint64(pageSize)) })
+	}
+}
+
+func testCheck(t *testing.T, page uint64) {
 	t.Parallel()
 	guardPages := func(p *process) { p.maps = append(p.maps, mapped(dataAt+page, page, 0, guard)) }
 	moveRseq := func(to uint64) func(*process) { return func(p *process) { p.rseq.RseqAbiPointer = &to } }
@@ -120,14 +134,14 @@ func TestCheck(t *testing.T) {
 		"rseq area in the vDSO":      {moveRseq(vdsoAt), inMemory},
 		"rseq area nowhere":          {moveRseq(0x700000), inMemory},
 		"rseq area beyond its end":   {moveRseq(dataAt + 2*page - 16), inMemory},
-		"large rseq area":            {func(p *process) { p.rseq.RseqAbiSize = proto.Uint32(3 * page) }, inMemory},
+		"large rseq area":            {func(p *process) { p.rseq.RseqAbiSize = proto.Uint32(uint32(3 * page)) }, inMemory},
 		"sequence in memory":         {func(p *process) { p.pages[area-dataAt+8] = 1 }, "a restartable sequence is in progress"},
 		"sequence in the image": {func(p *process) { p.rseq.RseqCsPointer = proto.Uint64(1) },
 			"a restartable sequence is in progress"},
 		"descending":          {func(p *process) { p.maps[0], p.maps[1] = p.maps[1], p.maps[0] }, "is not behind the one before it"},
 		"overlap":             {func(p *process) { *p.maps[0].End = dataAt + page }, "is not behind the one before it"},
 		"empty":               {func(p *process) { *p.maps[0].End = 0x400000 }, "no such range"},
-		"not a page":          {func(p *process) { *p.maps[0].End++ }, "no such range"},
+		"not a page":          {func(p *process) { *p.maps[0].End += page / 2 }, "no such range"},
 		"too high":            {func(p *process) { *p.maps[3].End = 1 << 57 }, "no such range"},
 		"unknown kind":        {func(p *process) { *p.maps[0].Status |= 1 << 30 }, "unknown status"},
 		"behind vsyscall":     {func(p *process) { p.maps[3], p.maps[4] = p.maps[4], p.maps[3] }, "is not behind the one before it"},
@@ -142,9 +156,9 @@ func TestCheck(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			p := usualProcess()
+			p := usualProcess(int(page))
 			tc.change(p)
-			err := criu.Check(open(t, p.write(t)), kernelVDSO)
+			err := p.check(t, p.write(t))
 			var refused *criu.Refused
 			if tc.want == "" && err != nil || tc.want != "" &&
 				(!errors.As(err, &refused) || !strings.HasPrefix(refused.Reason, "process 7: ") || !strings.Contains(refused.Reason, tc.want)) {
@@ -158,9 +172,10 @@ func TestCheck(t *testing.T) {
 func TestCheckNeedsImages(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"pstree.img", "core-7.img", "core-8.img", "mm-7.img", "pages-1.img"} {
-		dir := usualProcess().write(t)
+		p := usualProcess(os.Getpagesize())
+		dir := p.write(t)
 		testutil.Must(t, os.Remove(filepath.Join(dir, name)))
-		if err := criu.Check(open(t, dir), kernelVDSO); err == nil {
+		if err := p.check(t, dir); err == nil {
 			t.Errorf("without %s: no error", name)
 		}
 	}
@@ -171,7 +186,7 @@ func TestVDSO(t *testing.T) {
 	t.Parallel()
 	got, err := criu.VDSO()
 	testutil.Must(t, err)
-	if len(got) == 0 || len(got)%page != 0 || !bytes.HasPrefix(got, []byte("\x7fELF")) {
+	if len(got) == 0 || len(got)%os.Getpagesize() != 0 || !bytes.HasPrefix(got, []byte("\x7fELF")) {
 		t.Errorf("%d bytes: %.4q", len(got), got)
 	}
 }
