@@ -143,8 +143,12 @@ func (n *node) startAndStopPods(ctx context.Context, t *testing.T) (c *kubeChurn
 
 // one adds the manifest of a pod until its container runs, and waits for the pod's end.
 func (c *kubeChurn) one(ctx context.Context, name string) error {
-	manifest := fmt.Sprintf(`{apiVersion: v1, kind: Pod, metadata: {name: %s, namespace: default}, spec: {
-  terminationGracePeriodSeconds: 1, containers: [{name: main, image: "%s", command: [sleep, "100000"]}]}}`, name, harness.BaseImage)
+	// kubelet takes a text that begins with a brace for JSON.
+	manifest := fmt.Sprintf(`apiVersion: v1
+kind: Pod
+metadata: {name: %s, namespace: default}
+spec: {terminationGracePeriodSeconds: 1, containers: [{name: main, image: "%s", command: [sleep, "100000"]}]}
+`, name, harness.BaseImage)
 	hidden := filepath.Join(c.n.manifests(), "."+name)
 	if err := os.WriteFile(hidden, []byte(manifest), 0o600); err != nil {
 		return err
