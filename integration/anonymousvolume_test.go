@@ -129,7 +129,7 @@ func TestAnonymousVolumeOwnersOnHost(t *testing.T) {
 		fixture.Dir("tools", 0o755), fixture.File("tools/cat", 0o755, busybox(t)).WithXattr("security.capability", netRaw),
 	})
 	d := harness.StartDaemon(t)
-	pod := d.RunPod(t, userNamespace(base))
+	pod := runMapped(t, d, base)
 	c := pod.Run(t, harness.Image(name), inUserNamespace(base), harness.RunAs(1234))
 	harness.Equal(t, "owner of a volume", owner(t, hostVolume(d, c, 0)), fmt.Sprintf("%d:%d", base+1000, base+2000))
 	harness.Equal(t, "owner of a file", owner(t, hostVolume(d, c, 0)+"/file"), fmt.Sprintf("%d:%d", base+1000, base+2000))

@@ -109,7 +109,7 @@ func TestContainerWritableCgroups(t *testing.T) {
 	t.Run("statistics and removal", func(t *testing.T) { testInnerCgroupsEnd(t, d) })
 	t.Run("user namespace", func(t *testing.T) {
 		const base = 9 * usernsLength
-		c, dir := runInInnerCgroup(t, d.RunPod(t, userNamespace(base)), "sleep 100000", inUserNamespace(base))
+		c, dir := runInInnerCgroup(t, runMapped(t, d, base), "sleep 100000", inUserNamespace(base))
 		harness.Equal(t, "owner of the cgroup", strings.Split(owner(t, dir), ":")[0], fmt.Sprint(base))
 		testOwnLimits(t, c, dir)
 	})

@@ -303,7 +303,7 @@ func TestMountTargetsAreSymlinks(t *testing.T) {
 func TestUnmaskedProc(t *testing.T) {
 	const base = 17 * usernsLength
 	d := harness.StartDaemon(t)
-	pod := d.RunPod(t, userNamespace(base))
+	pod := runMapped(t, d, base)
 	unmasked := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 		s.MaskedPaths, s.ReadonlyPaths = nil, nil
 		// The default AppArmor profile allows no mounts.
@@ -343,7 +343,7 @@ func TestMountsWithProc(t *testing.T) {
 			harness.Equal(t, "default, mounts: "+fmt.Sprintf("%q", lines), len(lines), 4)
 			harness.Equal(t, "default, read-only mounts", readOnly, 2)
 
-			pod := d.RunPod(t, userNamespace(base))
+			pod := runMapped(t, d, base)
 			lines, readOnly = mountsWithProc(t, pod.Run(t, inUserNamespace(base), unmasked))
 			harness.Equal(t, "unmasked, mounts: "+fmt.Sprintf("%q", lines), len(lines), 1)
 			harness.Equal(t, "unmasked, read-only mounts", readOnly, 0)

@@ -382,7 +382,7 @@ func TestCheckUsesDaemonsConfiguration(t *testing.T) {
 func TestCheckOfUserNamespaces(t *testing.T) {
 	d := harness.StartDaemon(t)
 	const base = 6 * usernsLength
-	pod := d.RunPod(t, userNamespace(base))
+	pod := runMapped(t, d, base)
 	harness.Equal(t, "a container in a user namespace", pod.Sh(t, "echo fine", inUserNamespace(base)), "fine\n")
 	harness.Equal(t, "mode of the state directory", harness.Get(os.Stat(d.State))(t).Mode().Perm(), os.FileMode(0o700))
 	out, err := checkOf(t, d)

@@ -167,7 +167,7 @@ var unmarked = map[string]string{
 	"internal/pidfd.KillTree: .Signal unix.Kill":                                  signal,
 	"internal/pidfd.Signal: unix.PidfdSendSignal":                                 byCaller,
 	"internal/rootfs.Attach: unix.MoveMount":                                      launcher,
-	"internal/rootfs.ProbeIDMap: os.MkdirTemp os.RemoveAll os.Mkdir os.WriteFile": probe,
+	"internal/rootfs.probeIDMap: os.MkdirTemp os.RemoveAll os.Mkdir os.WriteFile": probe,
 	"internal/rootfs.bindReadOnly: unix.Mount unix.Mount":                         launcher,
 	"internal/rootfs.clearVolatile: os.RemoveAll":                                 launcher,
 	"internal/rootfs.cloneMapped: unix.MountSetattr":                              detached,
@@ -176,7 +176,6 @@ var unmarked = map[string]string{
 	"internal/rootfs.mountInFDs: unix.Mount":                                      launcher,
 	"internal/rootfs.mountOld: unix.Mount":                                        launcher,
 	"internal/rootfs.overlayMapped: unix.Unmount":                                 launcher,
-	"internal/rootfs.overlayOnStack: unix.Unmount":                                launcher,
 	"internal/rootfs.probeOverlay: unix.Mount":                                    probe,
 	"internal/rootfs.probeTmpfs: unix.MountSetattr":                               probe,
 

@@ -34,31 +34,12 @@ func (m *IDMap) Owner(uid, gid uint32) (hostUID, hostGID int) {
 }
 
 // mountMapped mounts the root filesystem on place, a directory whose mount is private. It maps
-// clones of the layers' mounts. Before Linux 6.15 overlayfs refuses detached mounts, so mountMapped
-// stacks the clones on place until the overlay has opened them.
-func (s Spec) mountMapped(place string) (err error) {
+// clones of the layers' mounts.
+func (s Spec) mountMapped(place string) error {
 	if err := s.check(); err != nil {
 		return err
 	}
-	ns, err := os.Open(s.IDMap.UserNS)
-	if err != nil {
-		return fmt.Errorf("user namespace of root filesystem: %w", err)
-	}
-	defer ns.Close()
-	if s.isSingle() {
-		root, err := s.Layers[0].mounted()
-		if err != nil {
-			return err
-		}
-		defer root.Close() // read-only
-		mount, err := cloneMapped(root, ns, unix.MOUNT_ATTR_RDONLY)
-		if err != nil {
-			return err
-		}
-		defer mount.Close()
-		return Attach(mount, place)
-	}
-	mount, err := s.overlayMapped(ns, place, overlayAt)
+	mount, err := s.newMapped(place)
 	if err != nil {
 		return err
 	}
@@ -66,10 +47,45 @@ func (s Spec) mountMapped(place string) (err error) {
 	return Attach(mount, place)
 }
 
-// overlayMapped creates the overlay with newOverlay, and removes its mounts from place.
+func (s Spec) newMapped(place string) (*os.File, error) {
+	if s.isSingle() {
+		return s.cloneMappedReadOnly()
+	}
+	return s.orOld(s.overlayMapped(place, func(dirs *dirs, _ string) (*os.File, error) { return overlayOf(dirs) }))
+}
+
+func (m *IDMap) open() (*os.File, error) {
+	ns, err := os.Open(m.UserNS)
+	if err != nil {
+		return nil, fmt.Errorf("user namespace of root filesystem: %w", err)
+	}
+	return ns, nil
+}
+
+func (s Spec) cloneMappedReadOnly() (*os.File, error) {
+	ns, err := s.IDMap.open()
+	if err != nil {
+		return nil, err
+	}
+	defer ns.Close()
+	root, err := s.Layers[0].mounted()
+	if err != nil {
+		return nil, err
+	}
+	defer root.Close() // read-only
+	return cloneMapped(root, ns, unix.MOUNT_ATTR_RDONLY)
+}
+
+// overlayMapped creates the overlay with newOverlay. Before Linux 6.15 overlayfs refuses detached
+// mounts, so overlayMapped stacks the mapped clones on place until the overlay has opened them.
 func (s Spec) overlayMapped(
-	ns *os.File, place string, newOverlay func(*dirs, string) (*os.File, error),
+	place string, newOverlay func(*dirs, string) (*os.File, error),
 ) (mount *os.File, err error) {
+	ns, err := s.IDMap.open()
+	if err != nil {
+		return nil, err
+	}
+	defer ns.Close()
 	dirs, err := s.open()
 	if err != nil {
 		return nil, err
@@ -93,29 +109,6 @@ func (s Spec) overlayMapped(
 		return nil, err
 	}
 	return newOverlay(dirs, place)
-}
-
-func overlayAt(dirs *dirs, place string) (*os.File, error) {
-	mount, err := overlayOf(dirs)
-	if errors.Is(err, errors.ErrUnsupported) {
-		return overlayOnStack(dirs, place)
-	}
-	return mount, err
-}
-
-// overlayOnStack implements overlayOf with mount(2), for kernels before 6.7.
-func overlayOnStack(dirs *dirs, place string) (mount *os.File, err error) {
-	if err := onThread(unix.CLONE_FS, func() error { return mountInFDs(dirs, place) }); err != nil {
-		return nil, err
-	}
-	undo := cleanup.New()
-	defer undo.Run(&err)
-	undo.Add("unmount overlay", func() error { return unix.Unmount(place, unix.MNT_DETACH) })
-	fd, err := unix.OpenTree(unix.AT_FDCWD, place, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
-	if err != nil {
-		return nil, fmt.Errorf("clone mount of %s: %w", place, err)
-	}
-	return os.NewFile(uintptr(fd), "overlay"), nil
 }
 
 // cloneMapped returns a private bind mount of an open file, usually a directory, with the mapping

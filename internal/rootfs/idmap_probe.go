@@ -28,7 +28,11 @@ func ProbeUserNamespace(holder, dir string) error {
 // owner of a file. Then it maps a tmpfs, which kubelet uses for secrets (Linux 6.3). The namespace
 // at ns must have the mappings m, which map user 0 to a host user other than 0. ProbeIDMap removes
 // the files that it creates in dir.
-func ProbeIDMap(dir, ns string, m userns.Mappings) (err error) {
+func ProbeIDMap(dir, ns string, m userns.Mappings) error {
+	return probeIDMap(dir, ns, m, Spec.MountAt)
+}
+
+func probeIDMap(dir, ns string, m userns.Mappings, mountAt func(Spec, string) error) (err error) {
 	tmp, err := os.MkdirTemp(dir, ".probe-")
 	if err != nil {
 		return fmt.Errorf("probe ID-mapped mounts: %w", err)
@@ -54,15 +58,15 @@ func ProbeIDMap(dir, ns string, m userns.Mappings) (err error) {
 	if err := spec.MakeUpper(); err != nil {
 		return err
 	}
-	return errors.Join(probeOverlay(spec, place), probeTmpfs(ns))
+	return errors.Join(probeOverlay(spec, place, mountAt), probeTmpfs(ns))
 }
 
-func probeOverlay(spec Spec, place string) error {
+func probeOverlay(spec Spec, place string, mountAt func(Spec, string) error) error {
 	return onThread(unix.CLONE_NEWNS|unix.CLONE_FS, func() error {
 		if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 			return fmt.Errorf("make mount namespace private: %w", err)
 		}
-		if err := spec.MountAt(place); err != nil {
+		if err := mountAt(spec, place); err != nil {
 			return err
 		}
 		var st unix.Stat_t

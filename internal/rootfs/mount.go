@@ -70,7 +70,11 @@ func (s Spec) Mount() (*os.File, error) {
 	if err := s.check(); err != nil {
 		return nil, err
 	}
-	mount, err := s.mountNew()
+	return s.orOld(s.mountNew())
+}
+
+// orOld returns its arguments, or the result of mountOld if the kernel needs it.
+func (s Spec) orOld(mount *os.File, err error) (*os.File, error) {
 	if errors.Is(err, errors.ErrUnsupported) && !s.hasImage() {
 		return s.mountOld()
 	}
@@ -246,6 +250,9 @@ func overlayWith(dirs *dirs, setDir dirSetter) (*os.File, error) {
 		return nil, fmt.Errorf("open overlay filesystem: %w", orUnsupported(err))
 	}
 	defer unix.Close(fsfd)
+	if acceptsAnyOption(fsfd) {
+		return nil, fmt.Errorf("overlay option lowerdir+: %w", errors.ErrUnsupported)
+	}
 	if err := configure(fsfd, dirs, setDir); err != nil {
 		return nil, err
 	}
@@ -276,26 +283,25 @@ func configure(fsfd int, dirs *dirs, setDir dirSetter) error {
 			return fmt.Errorf("overlay option %s: %w%s", o, err, messages(fsfd))
 		}
 	}
-	err := unix.FsconfigCreate(fsfd)
-	if errors.Is(err, unix.EINVAL) && acceptsAnyOption() {
-		return fmt.Errorf("overlay option lowerdir+: %w", errors.ErrUnsupported)
-	}
-	if err != nil {
+	if err := unix.FsconfigCreate(fsfd); err != nil {
 		return fmt.Errorf("create overlay of %d layers on %s: %w%s",
 			len(dirs.lower), dirs.lower[0].Name(), err, messages(fsfd))
 	}
 	return nil
 }
 
-// acceptsAnyOption reports whether a filesystem context of overlayfs accepts every option, and only
-// its creation fails. So do kernels before 6.5.
-func acceptsAnyOption() bool {
-	fsfd, err := unix.Fsopen("overlay", unix.FSOPEN_CLOEXEC)
-	if err != nil {
-		return false
+// noOption is an option that no filesystem has.
+const noOption = "berth-no-such-option"
+
+// acceptsAnyOption reports whether a filesystem context accepts options that do not exist. That of
+// overlayfs does so before Linux 6.5. There only the creation of the filesystem fails, with an error
+// in the kernel's log.
+func acceptsAnyOption(fsfd int) bool {
+	if unix.FsconfigSetFlag(fsfd, noOption) == nil {
+		return true
 	}
-	defer unix.Close(fsfd)
-	return unix.FsconfigSetFlag(fsfd, "berth-no-such-option") == nil
+	messages(fsfd) // must not appear in later errors
+	return false
 }
 
 // setDir sets an option to a directory. The container's /proc/PID/mounts shows the value, so setDir

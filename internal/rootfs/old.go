@@ -13,50 +13,64 @@ import (
 // mountOld implements Mount with mount(2). It is for kernels before Linux 6.7, whose overlayfs
 // lacks "lowerdir+", and before 5.12, which cannot change detached mounts. mount(2) needs a mount
 // point. mountOld mounts in the mount namespace of a temporary thread and keeps a detached copy of
-// the mount.
+// the mount. Other threads cannot help with an ID-mapped overlay: before Linux 6.15 all its layers
+// must be in the mount namespace of the thread that calls mount(2).
 func (s Spec) mountOld() (mount *os.File, err error) {
 	place := s.Layers[len(s.Layers)-1].Path // any directory, because only this thread sees the mount
 	err = onThread(unix.CLONE_NEWNS|unix.CLONE_FS, func() error {
 		if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 			return fmt.Errorf("make mount namespace private: %w", err)
 		}
-		if err := s.mountOn(place); err != nil {
-			return err
-		}
-		fd, err := unix.OpenTree(unix.AT_FDCWD, place, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
-		if err != nil {
-			return fmt.Errorf("clone mount of %s: %w", place, err)
-		}
-		mount = os.NewFile(uintptr(fd), "overlay")
-		return nil
+		mount, err = s.mountOn(place)
+		return err
 	})
 	return mount, err
 }
 
-// mountOn mounts on place with mount(2). It changes the working directory of the thread.
-func (s Spec) mountOn(place string) error {
-	if s.isSingle() {
+// mountOn mounts on place with mount(2), and returns a copy of the mount. It changes the working
+// directory of the thread.
+func (s Spec) mountOn(place string) (*os.File, error) {
+	switch {
+	case s.IDMap != nil:
+		return s.overlayMapped(place, overlayOn)
+	case s.isSingle():
 		return bindReadOnly(s.Layers[0].Path, place)
 	}
 	dirs, err := s.open()
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer dirs.close()
 	if err := s.clearVolatile(); err != nil {
-		return err
+		return nil, err
 	}
-	return mountInFDs(dirs, place)
+	return overlayOn(dirs, place)
 }
 
-func bindReadOnly(path, place string) error {
+func bindReadOnly(path, place string) (*os.File, error) {
 	if err := unix.Mount(path, place, "", unix.MS_BIND, ""); err != nil {
-		return fmt.Errorf("bind %s: %w", path, err)
+		return nil, fmt.Errorf("bind %s: %w", path, err)
 	}
 	if err := unix.Mount("", place, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""); err != nil {
-		return fmt.Errorf("make mount of %s read-only: %w", path, err)
+		return nil, fmt.Errorf("make mount of %s read-only: %w", path, err)
 	}
-	return nil
+	return cloneOf(place)
+}
+
+// overlayOn implements overlayOf with mount(2). It leaves the mount on place.
+func overlayOn(dirs *dirs, place string) (*os.File, error) {
+	if err := mountInFDs(dirs, place); err != nil {
+		return nil, err
+	}
+	return cloneOf(place)
+}
+
+func cloneOf(place string) (*os.File, error) {
+	fd, err := unix.OpenTree(unix.AT_FDCWD, place, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("clone mount of %s: %w", place, err)
+	}
+	return os.NewFile(uintptr(fd), "overlay"), nil
 }
 
 // mountInFDs names the directories by descriptor numbers, relative to the working directory

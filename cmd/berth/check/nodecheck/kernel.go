@@ -67,8 +67,7 @@ var features = []struct {
 		"recursive read-only mounts, ID-mapped mounts, and berth-unpack without access to devices in layers",
 	},
 	{5, 14, "cgroup.kill", "killing a whole container at once (cgroup v2)"},
-	{6, 3, "tmpfs ID-mapped mounts", "user namespaces with all kinds of volumes"},
-	{6, 7, "lowerdir+", "images with more than about 60 layers"},
+	{6, 3, "tmpfs ID-mapped mounts", "pods with user namespaces"},
 }
 
 func checkKernel(_ context.Context, n *Node) []Finding {
