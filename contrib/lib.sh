@@ -258,8 +258,8 @@ unpack_sysroot() {
 	for deb in "$work"/cache/archives/{libc6,libseccomp}-dev_*.deb; do
 		dpkg-deb --show --showformat '${source:Package} ${source:Version}\n' "$deb"
 	done | sort >"$work/root/built-using"
-	# Without -B and -isystem, an older C library that comes with the cross compiler has priority. The
-	# compiler's own headers stay first.
+	# Without -B and -isystem, an older C library that comes with the cross compiler has priority.
+	# The compiler's own headers stay first.
 	printf '#!/bin/sh\nexec %s-linux-gnu-gcc --sysroot="%s" -B"%s" -isystem "%s" -isystem "%s" -isystem "%s" "$@"\n' "$BERTH_CPU" "$BERTH_SYSROOT" \
 		"$BERTH_SYSROOT/usr/lib/$BERTH_CPU-linux-gnu" "$("$BERTH_CPU-linux-gnu-gcc" -print-file-name=include)" \
 		"$BERTH_SYSROOT/usr/include/$BERTH_CPU-linux-gnu" "$BERTH_SYSROOT/usr/include" \

@@ -27,8 +27,9 @@ const soakEnv = "BERTH_SOAK"
 const soakPods = 20
 
 // TestKubeletSoak keeps a node busy. Pods of a kubelet come and go, commands run in them, an image
-// is pulled and removed, and processes of berth are killed. At the end of each round kubelet removes
-// all pods. What the node then holds must not grow after the first round. The log has a table.
+// is pulled and removed, and processes of berth are killed. At the end of each round kubelet
+// removes all pods. What the node then holds must not grow after the first round. The log has a
+// table.
 func TestKubeletSoak(t *testing.T) {
 	testutil.Long(t)
 	duration := time.Minute

@@ -104,8 +104,8 @@ func (p *prober) gap(from, to time.Time) (longest time.Duration) {
 	return longest
 }
 
-// upgrade replaces the daemon by another. It returns the longest time without an answer, and how long
-// the stop and the start took.
+// upgrade replaces the daemon by another. It returns the longest time without an answer, and how
+// long the stop and the start took.
 func (p *prober) upgrade(t *testing.T, d *harness.Daemon) (gap, stop, start time.Duration) {
 	t.Helper()
 	gap = p.during(t, func() { stop, start = upgrade(t, d) })

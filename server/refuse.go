@@ -13,8 +13,9 @@ import (
 
 // A stop of berth ends calls that the client must repeat. With an error, kubelet would log it and
 // wait before the repetition. So the server refuses the call: HTTP/2's REFUSED_STREAM says that a
-// call can be repeated (RFC 9113, 8.7), and gRPC's clients then repeat it themselves, once, on a new
-// connection. All calls that berth refuses have either not begun, or continue when they are repeated.
+// call can be repeated (RFC 9113, 8.7), and gRPC's clients then repeat it themselves, once, on a
+// new connection. All calls that berth refuses have either not begun, or continue when they are
+// repeated.
 
 // refuse refuses the call of ctx while the server stops. It first waits until the client knows that
 // the connection ends, because the client must not repeat the call on this connection. The handler
@@ -32,8 +33,8 @@ func refuse(ctx context.Context) {
 	}
 }
 
-// streamID returns the HTTP/2 stream of a call. gRPC has no function for it, so this reads a private
-// field. TestStoppedCallsAreRefused notices if the field is gone.
+// streamID returns the HTTP/2 stream of a call. gRPC has no function for it, so this reads a
+// private field. TestStoppedCallsAreRefused notices if the field is gone.
 func streamID(ctx context.Context) (id uint32, ok bool) {
 	stream := reflect.Indirect(reflect.ValueOf(grpc.ServerTransportStreamFromContext(ctx)))
 	if stream.Kind() != reflect.Struct {

@@ -13,8 +13,8 @@ import (
 	"berth/internal/testutil"
 )
 
-// heldSocket returns a function that makes listeners of one socket, at which connections wait while no
-// server runs.
+// heldSocket returns a function that makes listeners of one socket, at which connections wait while
+// no server runs.
 func heldSocket(t *testing.T) (listen func() net.Listener) {
 	held, err := Listen(filepath.Join(t.TempDir(), "berth.sock"))
 	testutil.Must(t, err)

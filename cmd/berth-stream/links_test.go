@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// The program stays on the node beside the daemon, and most of its memory is its file. So it links no
-// gRPC, no protobuf runtime and no types of Kubernetes' API.
+// The program stays on the node beside the daemon, and most of its memory is its file. So it links
+// no gRPC, no protobuf runtime and no types of Kubernetes' API.
 func TestStreamLinksLittle(t *testing.T) {
 	out, err := exec.Command("go", "list", "-deps", ".").Output()
 	if err != nil {

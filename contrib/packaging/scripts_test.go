@@ -130,8 +130,8 @@ echo restart >>`+dir+`/done
 	}
 }
 
-// After an aborted upgrade the installed version counts as before: a version that has served is never
-// replaced by the kept one, and an untried one can be.
+// After an aborted upgrade the installed version counts as before: a version that has served is
+// never replaced by the kept one, and an untried one can be.
 func TestAbortedUpgrade(t *testing.T) {
 	t.Parallel()
 	for before, untried := range map[string]bool{"": false, "untried": true, "failed": true} {
@@ -291,8 +291,8 @@ exit 100
 	}
 }
 
-// A release is built only from a clean checkout, at the annotated tag of its version, with a section
-// of the changelog.
+// A release is built only from a clean checkout, at the annotated tag of its version, with a
+// section of the changelog.
 func TestReleaseNeedsItsTag(t *testing.T) {
 	dir, out := t.TempDir(), t.TempDir()
 	for _, name := range []string{"contrib/release", "contrib/lib.sh", "go.mod"} {

@@ -110,7 +110,8 @@ func (b *bench) openBerth(ctx context.Context, site *subject.Site, column, bin, 
 	return nil
 }
 
-// openPeers starts CRI-O with crun, and containerd with runc and with crun, if their programs exist.
+// openPeers starts CRI-O with crun, and containerd with runc and with crun, if their programs
+// exist.
 func (b *bench) openPeers(ctx context.Context, site *subject.Site) error {
 	program, err := pauseProgram()
 	if err != nil {

@@ -52,8 +52,8 @@ enable_nri = false
 `
 
 // CRIO starts a CRI-O whose pods run under crun with conmon, its defaults. peers holds the programs
-// crio and pinns; crun and conmon are paths. registry is a host that speaks plain HTTP. sandboxImage
-// contains pause.
+// crio and pinns; crun and conmon are paths. registry is a host that speaks plain HTTP.
+// sandboxImage contains pause.
 func (at *Site) CRIO(ctx context.Context, peers, crun, conmon, registry, sandboxImage string) (*Subject, error) {
 	const name = "cri-o"
 	d := at.dir(name)

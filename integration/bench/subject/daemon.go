@@ -35,8 +35,8 @@ type Site struct {
 	Work    Workload
 	CRIU    string // program for berth; empty: no checkpoints
 	HTTP    string // a registry that speaks plain HTTP, but not on loopback; empty: none
-	// WithoutCPU is a program that runs the peers' OCI runtimes without the pods' CPU weight, because
-	// the cpu controller is missing (testdata/withoutcpu.c). Empty: not needed.
+	// WithoutCPU is a program that runs the peers' OCI runtimes without the pods' CPU weight,
+	// because the cpu controller is missing (testdata/withoutcpu.c). Empty: not needed.
 	WithoutCPU string
 
 	bridges int
