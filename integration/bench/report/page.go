@@ -159,7 +159,7 @@ func (p Page) caveats() (all []string) {
 inside its cgroup. On cgroup v1 init moves there, which waits for an RCU grace period. A container also has 14 fewer mounts on cgroup v2.`)
 	}
 	if !slices.ContainsFunc(p.Columns, func(c Column) bool { return strings.Contains(strings.ToLower(c.Version), "cri-o") }) {
-		all = append(all, "CRI-O was not measured. contrib/bench measures a running one, given as `NAME=SOCKET`.")
+		all = append(all, "CRI-O was not measured.")
 	}
 	return all
 }
