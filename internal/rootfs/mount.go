@@ -294,8 +294,8 @@ func configure(fsfd int, dirs *dirs, setDir dirSetter) error {
 const noOption = "berth-no-such-option"
 
 // acceptsAnyOption reports whether a filesystem context accepts options that do not exist. That of
-// overlayfs does so before Linux 6.5. There only the creation of the filesystem fails, with an error
-// in the kernel's log.
+// overlayfs does so before Linux 6.5. There only the creation of the filesystem fails, with an
+// error in the kernel's log.
 func acceptsAnyOption(fsfd int) bool {
 	if unix.FsconfigSetFlag(fsfd, noOption) == nil {
 		return true
