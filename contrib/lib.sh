@@ -111,7 +111,7 @@ apt_apart() {
 # unpack_criu DIR SUITE unpacks CRIU of SUITE and its libraries into DIR/root and writes DIR/criu,
 # which runs it. Call it in a subshell.
 unpack_criu() {
-	local dir=$1 work suite deb
+	local dir=$1 work from deb
 	set -e
 	mkdir -p "$dir"
 	work=$(mktemp -d "$dir/work.XXXXXX")
@@ -120,9 +120,9 @@ unpack_criu() {
 	mkdir "$work/root"
 	debian_sources "$2" >"$work/suite.sources"
 	[ -s "$work/suite.sources" ]
-	suite=(-o "Dir::Etc::sourcelist=$work/suite.sources" -o Dir::Etc::sourceparts=-)
-	apt_apart "$work" "${suite[@]}" update
-	apt_apart "$work" "${suite[@]}" install -y --download-only --no-install-recommends criu
+	from=(-o "Dir::Etc::sourcelist=$work/suite.sources" -o Dir::Etc::sourceparts=-)
+	apt_apart "$work" "${from[@]}" update
+	apt_apart "$work" "${from[@]}" install -y --download-only --no-install-recommends criu
 	for deb in "$work"/cache/archives/{criu,lib}*.deb; do dpkg-deb --extract "$deb" "$work/root"; done
 	write_criu "$work/root" "$dir/root" "$work/criu"
 	rm -rf "$dir/root"
