@@ -105,6 +105,7 @@ var unmarked = map[string]string{
 	"cmd/berth/operator.spoolStdin: os.CreateTemp os.Remove":                 ofCommand,
 	"cmd/berth/operator.writeFile: os.MkdirTemp os.RemoveAll unix.Renameat2": ofCommand,
 	"cmd/berth/reset.stopDaemon: pidfd.Signal":                               signal,
+	"cmd/berth/reset.systemctl: cmd.Output":                                  operator,
 	"cmd/berth/reset.removeMounts: unix.Unmount":                             operator,
 	"cmd/berth/reset.removeProfile: os.WriteFile":                            operator,
 	"cmd/berth/reset.removeDirs: safefs.RemoveAll safefs.RemoveAll":          operator,

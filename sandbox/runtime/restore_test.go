@@ -163,7 +163,11 @@ func TestImportNamesArchitectures(t *testing.T) {
 	k := Restores{Dirs: state.Dirs{Root: root}, Key: func() (*archive.Key, error) { return key, nil }}
 	for _, arch := range []string{goruntime.GOARCH, "riscv64"} {
 		path := t.TempDir()
-		writeJSON(t, filepath.Join(path, archive.ImagesDir), "inventory.img", "")
+		images := filepath.Join(path, archive.ImagesDir)
+		writeJSON(t, path, archive.ConfigFile, "")
+		writeJSON(t, path, archive.SpecFile, "")
+		writeJSON(t, images, "inventory.img", "")
+		writeJSON(t, images, archive.DescriptorsFile, "")
 		dir, err := os.Open(path)
 		testutil.Must(t, err)
 		defer dir.Close()
