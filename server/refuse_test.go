@@ -5,6 +5,7 @@ import (
 	"context"
 	"net"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
 
 	"golang.org/x/net/http2"
@@ -63,16 +64,21 @@ func TestCallsDuringStopReachNextServer(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	calling := make(chan error, 1)
 	client := h.runtime
+	var answered atomic.Int64
 	go func() {
 		var err error
 		for ctx.Err() == nil && err == nil {
 			_, err = client.Version(context.WithoutCancel(ctx), &runtimeapi.VersionRequest{})
+			answered.Add(1)
 		}
 		calling <- err
 	}()
 	for range 20 {
 		testutil.Must(t, h.stop())
 		h = startOn(t, listen(), testConfig, &fakePods{}, &fakeImages{})
+		// gRPC repeats a call once, so no call may meet two stops.
+		before := answered.Load()
+		testutil.Eventually(t, "the next server answers", func() bool { return answered.Load() > before+1 || len(calling) > 0 })
 	}
 	cancel()
 	if err := <-calling; err != nil {
