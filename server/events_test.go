@@ -99,8 +99,8 @@ func TestSlowClientGetsError(t *testing.T) {
 	pods, cfg := &fakePods{}, withEvents(t, testConfig)
 	h := start(t, cfg, pods, &fakeImages{})
 	slow, before := subscribe(t, h), cfg.Events.journal.Last()
-	publishLarge(pods, 100)
-	testutil.Eventually(t, "all events are in the journal", func() bool { return cfg.Events.journal.Last() == before+100 })
+	publishLarge(pods, 20)
+	testutil.Eventually(t, "all events are in the journal", func() bool { return cfg.Events.journal.Last() == before+20 })
 	for n := 0; ; n++ {
 		event, err := slow.Recv()
 		if err != nil {
