@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -43,12 +44,14 @@ func TestSlowTransferStalls(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancelCause(t.Context())
 		in, out := io.Pipe()
-		go func() {
+		var sender sync.WaitGroup
+		defer sender.Wait() // the bubble's time stands still once this function has returned
+		sender.Go(func() {
 			for ctx.Err() == nil {
 				time.Sleep(time.Second)
 				_, _ = out.Write([]byte("x"))
 			}
-		}()
+		})
 		began := time.Now()
 		_, err := io.ReadAll(NewBody(ctx, cancel, in, Meter{Window: time.Minute, Rate: testRate}))
 		if !errors.Is(err, ErrStalled) || time.Since(began) != time.Minute {
