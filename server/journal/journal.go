@@ -55,6 +55,7 @@ type Journal struct {
 // view is an immutable description of the file.
 type view struct {
 	file  *os.File
+	lost  bool // the file is in memory, because it could not be written
 	size  int64
 	first uint64        // the file has all events from here on
 	last  uint64        // the newest event
@@ -102,14 +103,14 @@ func (j *Journal) ForgetTold() { j.told = nil }
 func (j *Journal) Last() uint64 { return j.view.Load().last }
 
 // Append adds an event and wakes its readers. If the file cannot be written, it continues in
-// memory, and clients can continue there until the daemon ends.
+// memory, until an event finds that it can be written again.
 func (j *Journal) Append(event *runtimeapi.ContainerEventResponse) error {
 	v := j.view.Load()
 	next, err := newEntry(v.last+1, event)
 	if err != nil {
 		return err
 	}
-	if j.write(v, next) == nil && v.size+int64(len(next)) <= j.full {
+	if j.write(v, next) == nil && v.size+int64(len(next)) <= j.full && !v.lost {
 		return nil
 	}
 	v = j.view.Load()
@@ -133,7 +134,7 @@ func (j *Journal) write(v *view, e entry) error {
 	if err != nil {
 		return err
 	}
-	j.replace(&view{file: v.file, size: v.size + int64(len(e)), first: v.first, last: e.number()})
+	j.replace(&view{file: v.file, lost: v.lost, size: v.size + int64(len(e)), first: v.first, last: e.number()})
 	return nil
 }
 
@@ -169,7 +170,10 @@ func (j *Journal) rewrite(entries []entry) {
 	j.full = max(j.limit, int64(len(content))+j.limit/2)
 	var err error
 	if v.file, err = create(j.path, content); err != nil {
-		j.log.Warn("write the journal of events; clients miss the events during the next restart", "error", err)
+		v.lost = true
+		if !before.lost {
+			j.log.Warn("write the journal of events; clients miss the events during the next restart", "error", err)
+		}
 		if v.file, err = inMemory(content); err != nil {
 			j.log.Error("keep events in memory", "error", err)
 			return

@@ -195,7 +195,7 @@ func TestJournalWithoutDirectory(t *testing.T) {
 	wantFollowing(t, j, 1, "a2 b3 ", nil)
 }
 
-// If the file cannot be written any more, no event is lost.
+// While the file cannot be written, no event is lost. Later it is a file again, with all events.
 func TestJournalMovesToMemory(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -208,12 +208,18 @@ func TestJournalMovesToMemory(t *testing.T) {
 	testutil.Must(t, v.file.Close())
 	v.file = readOnly
 	j.view.Store(&v)
-	testutil.Must(t, os.Mkdir(j.path+".tmp", 0o700)) // no file can be created
+	testutil.Must(t, os.MkdirAll(j.path+".tmp/obstacle", 0o700)) // no file can be created
 	appendAll(t, j, "b", "c")
 	wantFollowing(t, j, 1, "a2 b3 c4 ", nil)
 	if _, err := os.Stat(j.path); err == nil {
 		t.Error("the file without the last events is still there")
 	}
+	testutil.Must(t, os.RemoveAll(j.path+".tmp"))
+	appendAll(t, j, "d")
+	wantFollowing(t, j, 1, "a2 b3 c4 d5 ", nil)
+	next := Open(dir, 5, discard)
+	defer next.Close()
+	wantFollowing(t, next, 1, "a2 b3 c4 d5 ", nil)
 }
 
 // A file that could not be placed leaves nothing behind.
