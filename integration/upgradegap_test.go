@@ -35,7 +35,10 @@ type prober struct {
 	failed []error // other errors
 }
 
-const probePause = 10 * time.Millisecond
+const (
+	probePause = 10 * time.Millisecond
+	mostProbes = 50 // at the same time: a client that calls faster than a busy node answers helps nobody
+)
 
 // run probes until ctx ends, and returns when all calls have ended.
 func (p *prober) run(ctx context.Context) {
@@ -43,12 +46,20 @@ func (p *prober) run(ctx context.Context) {
 	defer ticks.Stop()
 	var calls sync.WaitGroup
 	defer calls.Wait()
+	free := make(chan struct{}, mostProbes)
 	for n := 0; ; n++ {
 		select {
 		case <-ctx.Done():
 			return
 		case <-ticks.C:
-			calls.Go(func() { p.probe(context.WithoutCancel(ctx), n) })
+		}
+		select {
+		case free <- struct{}{}:
+			calls.Go(func() {
+				p.probe(context.WithoutCancel(ctx), n)
+				<-free
+			})
+		default:
 		}
 	}
 }
@@ -68,6 +79,7 @@ func (p *prober) probe(ctx context.Context, n int) {
 		if !p.note(err) {
 			return
 		}
+		time.Sleep(probePause)
 	}
 }
 
