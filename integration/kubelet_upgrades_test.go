@@ -78,7 +78,7 @@ func TestKubeletThroughUpgrades(t *testing.T) {
 	probing.Wait()
 
 	for complaint, times := range upgraded {
-		if quiet[complaint] == 0 {
+		if quiet[complaint] == 0 && !otherCauses.MatchString(complaint) {
 			t.Errorf("during upgrades only, %d times: %s", times, complaint)
 		}
 	}
@@ -195,7 +195,8 @@ func (c *kubeChurn) await(t *testing.T, pods int) {
 	})
 }
 
-// complaints counts what kubelet logs as errors, failed calls of the runtime, and failed probes.
+// complaints counts what kubelet logs as errors, and failed probes. Failed calls of the runtime are
+// among the former.
 type complaints map[string]int
 
 func sum(c complaints) (n int) {
@@ -224,24 +225,23 @@ func (n *node) complaintsDuring(t *testing.T, f func()) complaints {
 	return found
 }
 
-// failures returns kubelet's counters of failed calls of the runtime and of failed probes.
+// failures returns kubelet's counters of failed probes.
 func (n *node) failures(t *testing.T) map[string]int {
 	t.Helper()
 	all := map[string]int{}
-	for _, path := range []string{"/metrics", "/metrics/probes"} {
-		for line := range strings.Lines(string(harness.Get(n.readAll(path))(t))) {
-			name, value, _ := strings.Cut(strings.TrimSpace(line), "} ")
-			failed := strings.HasPrefix(name, "kubelet_runtime_operations_errors_total{") ||
-				strings.HasPrefix(name, "prober_probe_total{") && !strings.Contains(name, `result="successful"`)
-			if failed {
-				all[numbers.ReplaceAllString(name, "#")] += int(harness.Get(strconv.ParseFloat(value, 64))(t))
-			}
+	for line := range strings.Lines(string(harness.Get(n.readAll("/metrics/probes"))(t))) {
+		name, value, _ := strings.Cut(strings.TrimSpace(line), "} ")
+		if strings.HasPrefix(name, "prober_probe_total{") && !strings.Contains(name, `result="successful"`) {
+			all[numbers.ReplaceAllString(name, "#")] += int(harness.Get(strconv.ParseFloat(value, 64))(t))
 		}
 	}
 	return all
 }
 
 var (
+	// otherCauses are errors that kubelet logs now and then whether or not berth is replaced. It asks
+	// for the status of a container that it has removed meanwhile, and it notices a busy machine.
+	otherCauses = regexp.MustCompile(`"ContainerStatus from runtime service failed" .*code = NotFound .*pod="churn|Housekeeping took longer`)
 	// klogHead is the head of a klog line: level, date, time, thread.
 	klogHead = regexp.MustCompile(`^([IWEF])\d{4} \S+ +\d+ `)
 	numbers  = regexp.MustCompile(`[0-9a-f]*[0-9][0-9a-f-]*`)

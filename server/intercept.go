@@ -52,8 +52,8 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 	if s.changing != nil && changing[info.FullMethod] {
 		defer s.changing()()
 	}
-	if grace, waits := waiting[info.FullMethod]; waits {
-		resp, err = s.untilStop(ctx, grace, req, handler)
+	if age, waits := waiting[info.FullMethod]; waits {
+		resp, err = s.untilStop(ctx, age, req, handler)
 	} else {
 		resp, err = handler(ctx, req)
 	}
@@ -61,30 +61,33 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 	return resp, err
 }
 
-// waiting are methods that may take minutes. A stop cuts them, because no request is answered until
-// the next daemon serves. Stops and pulls continue when the client repeats them. The command of an
-// ExecSync is killed, so short ones get some time to end.
+// waiting are methods that may take minutes, with the age at which a stop cuts a call. Until the
+// stop has ended and the next daemon serves, no request is answered. Stops and pulls continue when
+// the client repeats them. The command of an ExecSync is killed, so one that has just begun, as
+// probes do every second, may still end.
 var waiting = map[string]time.Duration{
 	runtimeapi.RuntimeService_StopContainer_FullMethodName: 0,
 	runtimeapi.ImageService_PullImage_FullMethodName:       0,
-	runtimeapi.RuntimeService_ExecSync_FullMethodName:      50 * time.Millisecond,
+	runtimeapi.RuntimeService_ExecSync_FullMethodName:      250 * time.Millisecond,
 }
 
-// untilStop calls a handler and cancels its context some time after the server's stop. A call
-// without grace is then refused, because it continues when the client repeats it.
-func (s *Server) untilStop(ctx context.Context, grace time.Duration, req any, handler grpc.UnaryHandler) (any, error) {
+// untilStop calls a handler. When the server stops, it cancels the handler's context, but not before
+// the call has some age. A method without age is then refused, because it continues when the client
+// repeats it.
+func (s *Server) untilStop(ctx context.Context, age time.Duration, req any, handler grpc.UnaryHandler) (any, error) {
 	cut, cancel := context.WithCancel(ctx)
 	defer cancel()
+	began := time.Now()
 	defer context.AfterFunc(s.stopping, func() {
 		select {
 		case <-cut.Done():
-		case <-time.After(grace):
+		case <-time.After(age - time.Since(began)):
 			cancel()
 		}
 	})()
 	resp, err := handler(cut, req)
 	if err != nil && s.stopping.Err() != nil {
-		if grace == 0 {
+		if age == 0 {
 			refuse(ctx)
 		}
 		err = errdefs.Unavailable("berth is stopping: %w", err)
