@@ -57,22 +57,22 @@ func TestKubeletThroughUpgrades(t *testing.T) {
 	probing.Go(func() { p.run(ctx) })
 	churn, wait := n.startAndStopPods(ctx, t)
 
-	const podsPerUpgrade = 4
 	quiet := n.complaintsDuring(t, func() {
-		churn.await(t, podsPerUpgrade*upgrades)
+		for range upgrades {
+			churn.awaitAll(t)
+		}
 	})
 	var gaps []time.Duration
-	began, first := time.Now(), churn.done.Load()
+	began, first := time.Now(), churn.total()
 	upgraded := n.complaintsDuring(t, func() {
-		for i := range upgrades {
-			churn.await(t, int(first)+podsPerUpgrade*i)
+		for range upgrades {
 			gap, _, _ := p.upgrade(t, n.d)
 			gaps = append(gaps, gap)
 			harness.Must(t, healthy("http://127.0.0.1:10248/healthz"))
+			churn.awaitAll(t) // clients repeat a call once, so none may meet two upgrades
 		}
-		churn.await(t, int(first)+podsPerUpgrade*(upgrades+1)) // a late complaint
 	})
-	rate := float64(churn.done.Load()-first) / time.Since(began).Seconds()
+	rate := float64(churn.total()-first) / time.Since(began).Seconds()
 	cancel()
 	wait()
 	probing.Wait()
@@ -115,11 +115,19 @@ func readySince(pod *corev1.Pod) time.Time {
 type kubeChurn struct {
 	n      *node
 	client runtimeapi.RuntimeServiceClient
-	done   atomic.Int32 // number of pods
+	done   [kubeChurnWorkers]atomic.Int32 // number of pods of each worker
 	failed chan error
 }
 
 const kubeChurnWorkers = 8
+
+// total returns how many pods were started and stopped.
+func (c *kubeChurn) total() (n int) {
+	for worker := range c.done {
+		n += int(c.done[worker].Load())
+	}
+	return n
+}
 
 // startAndStopPods makes kubelet start and stop pods until ctx ends. The processes ignore SIGTERM,
 // so most of the time a stop is in flight.
@@ -130,6 +138,7 @@ func (n *node) startAndStopPods(ctx context.Context, t *testing.T) (c *kubeChurn
 			var err error
 			for i := 0; ctx.Err() == nil && err == nil; i++ {
 				err = c.one(context.WithoutCancel(ctx), fmt.Sprintf("churn-%d-%d", worker, i))
+				c.done[worker].Add(1)
 			}
 			c.failed <- err
 		}()
@@ -163,9 +172,6 @@ spec: {terminationGracePeriodSeconds: 1, containers: [{name: main, image: "%s", 
 	if err == nil {
 		err = c.awaitRunning(ctx, name, 0)
 	}
-	if err == nil {
-		c.done.Add(1)
-	}
 	return err
 }
 
@@ -184,15 +190,18 @@ func (c *kubeChurn) awaitRunning(ctx context.Context, name string, want int) err
 	})
 }
 
-// await waits until that many pods were started and stopped.
-func (c *kubeChurn) await(t *testing.T, pods int) {
+// awaitAll waits until each worker's present pod has ended.
+func (c *kubeChurn) awaitAll(t *testing.T) {
 	t.Helper()
-	c.n.kubelet.waitFor(t, "pods were started and stopped", func() error {
-		if done := int(c.done.Load()); done < pods {
-			return harness.Unexpected("the number of pods", done, pods)
-		}
-		return nil
-	})
+	for worker := range c.done {
+		before := c.done[worker].Load()
+		c.n.kubelet.waitFor(t, fmt.Sprintf("worker %d stops its pod", worker), func() error {
+			if c.done[worker].Load() == before {
+				return harness.Unexpected("the number of pods", before, "more")
+			}
+			return nil
+		})
+	}
 }
 
 // complaints counts what kubelet logs as errors, and failed probes. Failed calls of the runtime are
