@@ -106,7 +106,7 @@ func (s *soak) command(t *testing.T) {
 	}
 	p.awaitReady(t)
 	s.commands++
-	harness.Equal(t, "output of the command", p.container(t, "main").Exec(t, "echo", "it runs"), "it runs\n")
+	harness.Equal(t, "output of the command", p.container(t, "main").Exec(t, "echo", "it runs"), "it runs")
 }
 
 // pull pulls an image and removes it.
