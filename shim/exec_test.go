@@ -658,6 +658,32 @@ func TestOrderOfFrozenLauncherGoesToAnother(t *testing.T) {
 	}
 }
 
+// A launcher that dies before it has read its request: another one gets the request.
+func TestOrderOfDeadLauncherGoesToAnother(t *testing.T) {
+	e := newEnv(t)
+	killed := func() (await func()) {
+		p := e.idleLauncher()
+		stop(t, p.pid)
+		died := make(chan struct{})
+		go func() {
+			defer close(died)
+			e.until("it has its request", func() bool { n, err := p.conn.Unread(); return err == nil && n > 0 })
+			if err := unix.Kill(p.pid, unix.SIGKILL); err != nil {
+				t.Error(err)
+			}
+		}()
+		return func() { <-died }
+	}
+	await := killed()
+	c := e.run("c", "exec sleep 1000")
+	await()
+	await = killed()
+	if out, _, code := c.execIn("x", "echo here"); out != "here\n" || code != 0 {
+		t.Errorf("the exec wrote %q and ended with %d", out, code)
+	}
+	await()
+}
+
 // idleLauncher waits until there is one idle launcher.
 func (e *env) idleLauncher() *launcher {
 	e.Helper()

@@ -31,8 +31,8 @@ const (
 	slowOrderTimeout = 10 * time.Second
 )
 
-// errUnresponsive means that a launcher did not read its request. Another launcher can get the
-// request.
+// errUnresponsive means that a launcher did not read its request, because it is frozen, slow or
+// dead. Another launcher can get the request.
 var errUnresponsive = errors.New("the launcher does not read its request")
 
 // launchWith sends the request to p and waits for the reply. It returns whether p waits for its
@@ -222,6 +222,9 @@ func (w *requestWatch) result(err error) error {
 	defer w.mu.Unlock()
 	w.timer.Stop()
 	w.over = true
+	if errors.Is(err, proto.ErrUnread) {
+		return fmt.Errorf("%w: %w", errUnresponsive, err)
+	}
 	if !w.unresponsive || errors.Is(err, errUnresponsive) {
 		return err
 	}

@@ -68,8 +68,13 @@ func ConnPair() (*Conn, *os.File, error) {
 // into an empty socket.
 const sendTimeout = 10 * time.Second
 
+// ErrUnread means that the other end has closed the connection, or died, before it had read every
+// message. So it has not seen the last message whole.
+var ErrUnread = errors.New("the other end has ended without reading")
+
 // Send sends one message. The caller still owns the files. If the other end does not read, the
-// error is os.ErrDeadlineExceeded, and the connection can no longer be used.
+// error is os.ErrDeadlineExceeded, and the connection can no longer be used. If the other end has
+// closed the connection, it is ErrUnread.
 func (c *Conn) Send(message any, files ...*os.File) error {
 	body, err := json.Marshal(message)
 	if err != nil {
@@ -93,6 +98,9 @@ func (c *Conn) Send(message any, files ...*os.File) error {
 	if err == nil && n < len(data) {
 		_, err = c.unix.Write(data[n:])
 	}
+	if errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET) {
+		err = fmt.Errorf("%w: %w", ErrUnread, err)
+	}
 	if err != nil {
 		return fmt.Errorf("send %T: %w", message, err)
 	}
@@ -107,8 +115,8 @@ func rights(fds []int) []byte {
 }
 
 // Receive decodes the next message and returns the files that came with it. The caller owns them.
-// The error is io.EOF if the other end closed between two messages. After a timeout (SetDeadline)
-// Receive may be called again.
+// The error is io.EOF if the other end closed between two messages, and ErrUnread if it has not read
+// everything. After a timeout (SetDeadline) Receive may be called again.
 func (c *Conn) Receive(message any) ([]*os.File, error) {
 	for {
 		body, missing, err := c.next()
@@ -125,7 +133,7 @@ func (c *Conn) Receive(message any) ([]*os.File, error) {
 			return files, nil
 		}
 		if err := c.read(missing); err != nil {
-			if errors.Is(err, io.EOF) && len(c.in) == 0 {
+			if err == io.EOF && len(c.in) == 0 { //nolint:errorlint // read does not wrap it
 				return nil, io.EOF
 			}
 			return nil, fmt.Errorf("receive %T: %w", message, err)
@@ -160,8 +168,8 @@ func (c *Conn) read(missing int) error {
 		}
 	}
 	switch {
-	case errors.Is(err, unix.ECONNRESET): // closed by the other end with unread data
-		return io.EOF
+	case errors.Is(err, unix.ECONNRESET): // unix(7): closed by the other end with unread data
+		return fmt.Errorf("%w: %w", ErrUnread, err)
 	case err != nil:
 		return err
 	case flags&unix.MSG_CTRUNC != 0 && len(c.files) < maxFDs:
