@@ -156,7 +156,7 @@ func (p *Pod) containerConfig(command []string) *runtimeapi.ContainerConfig {
 	name := fmt.Sprintf("c%d", len(p.Containers))
 	return &runtimeapi.ContainerConfig{
 		Metadata: &runtimeapi.ContainerMetadata{Name: name},
-		Image:    &runtimeapi.ImageSpec{Image: p.s.Image},
+		Image:    &runtimeapi.ImageSpec{Image: p.s.Image, UserSpecifiedImage: p.s.Image},
 		Command:  command,
 		Labels:   labels(),
 		LogPath:  name + ".log",
