@@ -51,9 +51,10 @@ func inInnerCgroup(script string) harness.ContainerOption {
 func runInInnerCgroup(t *testing.T, pod *harness.Pod, script string, opts ...harness.ContainerOption) (c *harness.Container, dir string) {
 	t.Helper()
 	c = pod.Run(t, append([]harness.ContainerOption{inInnerCgroup(script), writableCgroups, limitedMemory,
-		// Berth's profile forbids user namespaces.
+		// Berth's AppArmor profile and Debian's SELinux policy forbid user namespaces.
 		harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 			s.Apparmor = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Unconfined}
+			s.SelinuxOptions = &runtimeapi.SELinuxOption{Type: privilegedType}
 		}),
 		harness.Mount(&runtimeapi.Mount{ContainerPath: "/node", HostPath: copyUnshare(t), Readonly: true, SelinuxRelabel: true})}, opts...)...)
 	c.WaitOutput(t, "ready")
