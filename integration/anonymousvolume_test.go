@@ -92,6 +92,9 @@ func TestAnonymousVolumes(t *testing.T) {
 	readOnly := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.ReadonlyRootfs = true })
 	for _, driver := range []string{"directory", "erofs"} {
 		t.Run(driver, func(t *testing.T) {
+			if driver == "erofs" {
+				needEROFS(t)
+			}
 			d := harness.StartDaemon(t, harness.WithLayerDriver(driver))
 			plain := d.RunPod(t, harness.HostNetwork)
 			mapped := d.RunPod(t, harness.HostNetwork, userNamespace(base))

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -50,13 +51,12 @@ func inInnerCgroup(script string) harness.ContainerOption {
 func runInInnerCgroup(t *testing.T, pod *harness.Pod, script string, opts ...harness.ContainerOption) (c *harness.Container, dir string) {
 	t.Helper()
 	c = pod.Run(t, append([]harness.ContainerOption{inInnerCgroup(script), writableCgroups, limitedMemory,
-		// Berth's profile forbids user namespaces.
+		// Berth's AppArmor profile and Debian's SELinux policy forbid user namespaces.
 		harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 			s.Apparmor = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Unconfined}
+			s.SelinuxOptions = &runtimeapi.SELinuxOption{Type: privilegedType}
 		}),
-		harness.Mount(&runtimeapi.Mount{ContainerPath: "/node/usr", HostPath: "/usr", Readonly: true}),
-		harness.Mount(&runtimeapi.Mount{ContainerPath: "/node/lib", HostPath: "/usr/lib", Readonly: true}),
-		harness.Mount(&runtimeapi.Mount{ContainerPath: "/node/lib64", HostPath: "/usr/lib64", Readonly: true})}, opts...)...)
+		harness.Mount(&runtimeapi.Mount{ContainerPath: "/node", HostPath: copyUnshare(t), Readonly: true, SelinuxRelabel: true})}, opts...)...)
 	c.WaitOutput(t, "ready")
 	inner := machine.CgroupDir(t, c.InitPID(t), "memory")
 	harness.Equal(t, "cgroup of init", filepath.Base(inner), "init")
@@ -141,8 +141,27 @@ func testCgroupMountRefusals(t *testing.T, d *harness.Daemon, pod *harness.Pod) 
 
 // nested runs a command in mount, cgroup and user namespaces below the container's, with the
 // node's program for it.
-var nested = []string{"/node/lib64/ld-linux-x86-64.so.2", "--library-path", "/node/lib/x86_64-linux-gnu", "/node/usr/bin/unshare",
-	"--user", "--map-root-user", "--cgroup", "--mount"}
+var nested = []string{"/node/ld-linux-x86-64.so.2", "--library-path", "/node", "/node/unshare", "--user", "--map-root-user", "--cgroup", "--mount"}
+
+// copyUnshare copies the node's unshare and its libraries to a new directory. Where SELinux is
+// enforced, containers may not execute the node's own.
+func copyUnshare(t *testing.T) (dir string) {
+	t.Helper()
+	program := harness.Get(exec.LookPath("unshare"))(t)
+	libraries := harness.Get(exec.CommandContext(t.Context(), "ldd", program).Output())(t)
+	files := []string{program}
+	for _, word := range strings.Fields(string(libraries)) {
+		if filepath.IsAbs(word) {
+			files = append(files, word)
+		}
+	}
+	dir = machine.HostDir(t)
+	for _, file := range files {
+		content := harness.Get(os.ReadFile(file))(t)
+		harness.Must(t, os.WriteFile(filepath.Join(dir, filepath.Base(file)), content, 0o755)) //nolint:gosec // containers execute it
+	}
+	return dir
+}
 
 // testOwnLimits checks that no process of the container can change the limits of its own cgroup.
 func testOwnLimits(t *testing.T, c *harness.Container, dir string) {

@@ -45,6 +45,7 @@ func imageVolume(id, subPath string) *runtimeapi.Mount {
 func TestImageVolume(t *testing.T) {
 	name, id := volumeImage(t, "content")
 	d := harness.StartDaemon(t)
+	d.Tolerate("denied  { remount }") // below, by SELinux
 	harness.Equal(t, "pulled ID", d.Pull(t, name), id)
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Run(t, harness.Mount(imageVolume(id, "")))

@@ -10,6 +10,7 @@ import (
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/opencontainers/selinux/go-selinux"
+	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/fixture"
@@ -93,41 +94,54 @@ func TestSELinuxDrawsCategories(t *testing.T) {
 	}
 }
 
-// A volume that berth relabels for a pod is not readable for pods with other categories. A volume
-// without the type of containers' files is readable for nobody.
+// A volume that berth relabels for a pod, with a requested or a drawn level, is not readable for pods
+// with other categories. A volume without the type of containers' files is readable for nobody, and
+// the kernel reports this.
 func TestSELinuxVolumes(t *testing.T) {
 	machine.NeedSELinux(t)
-	d := harness.StartDaemon(t)
-	// The denials that this test expects.
-	d.Tolerate(`comm="cat" name="file"`)
-	d.Tolerate(`comm="sh" path="/v`)
-	owner, stranger := d.RunPod(t, podLevel("s0:c1,c2")), d.RunPod(t, podLevel("s0:c3,c4"))
-	volume := filepath.Join(machine.HostDir(t, "volume"), "volume")
-	harness.Must(t, os.Mkdir(filepath.Join(volume, "dir"), 0o755))
-	for _, file := range []string{"file", "dir/file"} {
-		harness.Must(t, os.WriteFile(filepath.Join(volume, file), []byte("text\n"), 0o644)) //nolint:gosec // containers read it
+	for _, tt := range []struct {
+		name    string
+		options []harness.PodOption
+	}{{"requested level", []harness.PodOption{podLevel("s0:c1,c2")}}, {"drawn level", nil}} {
+		t.Run(tt.name, func(t *testing.T) {
+			d := harness.StartDaemon(t)
+			// The denials that this test expects.
+			d.Tolerate(`comm="cat" name="file"`)
+			d.Tolerate(`comm="sh" path="/v`)
+			owner, stranger := d.RunPod(t, tt.options...), d.RunPod(t, podLevel("s0:c3,c4"))
+			_, level := labelOf(t, owner.PausePID(t))
+			label := "system_u:object_r:" + volumeType + ":" + level
+			volume := filepath.Join(machine.HostDir(t, "volume"), "volume")
+			harness.Must(t, os.Mkdir(filepath.Join(volume, "dir"), 0o755))
+			for _, file := range []string{"file", "dir/file"} {
+				harness.Must(t, os.WriteFile(filepath.Join(volume, file), []byte("text\n"), 0o644)) //nolint:gosec // containers read it
+			}
+			harness.Must(t, os.Symlink("/etc/shadow", filepath.Join(volume, "link")))
+			shadow := harness.Get(selinux.FileLabel("/etc/shadow"))(t)
+			harness.Must(t, selinux.Chcon(volume, "system_u:object_r:var_t:s0", true))
+			denials := machine.WatchDenials(t)
+			mount := func(relabel bool) harness.ContainerOption {
+				return harness.Mount(&runtimeapi.Mount{HostPath: volume, ContainerPath: "/v", SelinuxRelabel: relabel})
+			}
+			readable := func(p *harness.Pod, relabel bool) bool {
+				c := p.Run(t, mount(relabel))
+				_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"cat", "/v/file", "/v/dir/file"}, 0)
+				return err == nil
+			}
+			harness.Equal(t, "a volume of the host is readable", readable(owner, false), false)
+			harness.Equal(t, "a relabelled volume is readable", readable(owner, true), true)
+			for _, path := range []string{volume, volume + "/dir", volume + "/dir/file"} {
+				harness.Equal(t, "label of "+path, harness.Get(selinux.FileLabel(path))(t), label)
+			}
+			harness.Equal(t, "label of a symlink's target", harness.Get(selinux.FileLabel("/etc/shadow"))(t), shadow)
+			harness.Equal(t, "another pod's volume is readable", readable(stranger, false), false)
+			harness.Equal(t, "the owner's volume is still readable", readable(owner, false), true)
+			owner.Run(t, mount(false)).Exec(t, "sh", "-c", "echo more >>/v/file; mkdir /v/new; touch /v/new/file")
+			harness.Equal(t, "label of a new file", harness.Get(selinux.FileLabel(volume+"/new/file"))(t), label)
+			// The policy hides the denials for a directory with other categories.
+			harness.WantText(t, "denials", strings.Join(denials(), "\n"), "tcontext=system_u:object_r:var_t:s0 tclass=file")
+		})
 	}
-	harness.Must(t, os.Symlink("/etc/shadow", filepath.Join(volume, "link")))
-	shadow := harness.Get(selinux.FileLabel("/etc/shadow"))(t)
-	harness.Must(t, selinux.Chcon(volume, "system_u:object_r:var_t:s0", true))
-	mount := func(relabel bool) harness.ContainerOption {
-		return harness.Mount(&runtimeapi.Mount{HostPath: volume, ContainerPath: "/v", SelinuxRelabel: relabel})
-	}
-	readable := func(p *harness.Pod, relabel bool) bool {
-		c := p.Run(t, mount(relabel))
-		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"cat", "/v/file", "/v/dir/file"}, 0)
-		return err == nil
-	}
-	harness.Equal(t, "a volume of the host is readable", readable(owner, false), false)
-	harness.Equal(t, "a relabelled volume is readable", readable(owner, true), true)
-	for _, path := range []string{volume, volume + "/dir", volume + "/dir/file"} {
-		harness.Equal(t, "label of "+path, harness.Get(selinux.FileLabel(path))(t), "system_u:object_r:"+volumeType+":s0:c1,c2")
-	}
-	harness.Equal(t, "label of a symlink's target", harness.Get(selinux.FileLabel("/etc/shadow"))(t), shadow)
-	harness.Equal(t, "another pod's volume is readable", readable(stranger, false), false)
-	harness.Equal(t, "the owner's volume is still readable", readable(owner, false), true)
-	owner.Run(t, mount(false)).Exec(t, "sh", "-c", "echo more >>/v/file; mkdir /v/new; touch /v/new/file")
-	harness.Equal(t, "label of a new file", harness.Get(selinux.FileLabel(volume+"/new/file"))(t), "system_u:object_r:"+volumeType+":s0:c1,c2")
 }
 
 // kubelet mounts some volumes with the option context. Their label is that of the mount, and berth
@@ -188,4 +202,34 @@ func TestSELinuxFilesOfContainers(t *testing.T) {
 			}
 		})
 	}
+}
+
+// CRIU saves a container, which goes on with its label.
+func TestSELinuxCheckpoint(t *testing.T) {
+	machine.NeedSELinux(t)
+	d := harness.StartDaemon(t, harness.WithCRIU(t))
+	for name, options := range map[string][]harness.ContainerOption{"ordinary": nil, "privileged": {harness.Security(harness.Privileged)}} {
+		t.Run(name, func(t *testing.T) {
+			pod := d.RunPod(t, privilegedPod)
+			c := pod.Run(t, options...)
+			before := machine.Confinement(t, c.Pid(t))
+			location := filepath.Join(d.Root, name+".tar")
+			_, err := harness.RawRuntime(t, d).CheckpointContainer(t.Context(),
+				&runtimeapi.CheckpointContainerRequest{ContainerId: c.Id, Location: location})
+			harness.Must(t, err)
+			harness.Must(t, os.Remove(location))
+			harness.Equal(t, "label", machine.Confinement(t, c.Pid(t)), before)
+			harness.Equal(t, "text of a file", c.Exec(t, "sh", "-c", "echo text >/file; cat /file"), "text")
+		})
+	}
+}
+
+// CRIU restores nothing on a node with SELinux, whatever the configuration says.
+func TestSELinuxRestoreIsRefused(t *testing.T) {
+	machine.NeedSELinux(t)
+	d := harness.StartDaemon(t, harness.WithConfig(harness.TrustedRestores))
+	container := d.RunPod(t).ContainerConfig()
+	_, err := harness.RawRuntime(t, d).RestorePod(t.Context(), &runtimeapi.RestorePodRequest{
+		CheckpointPath: d.Dir, Config: d.PodConfig(t), ContainerConfigs: []*runtimeapi.ContainerConfig{container}})
+	harness.WantCode(t, err, codes.FailedPrecondition, "this node has SELinux")
 }

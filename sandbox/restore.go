@@ -103,13 +103,21 @@ func (k *restorer) checkRestore(r state.RestoreRequest) error {
 	return nil
 }
 
-// restorePermitted refuses restores by CRIU that the configuration does not permit. mapped says
-// that the pod has a user namespace.
+// restorePermitted refuses restores by CRIU that the configuration or the node does not permit.
+// mapped says that the pod has a user namespace.
 func (k *restorer) restorePermitted(byCRIU, mapped bool) error {
 	if !byCRIU {
 		return nil
 	}
-	return k.m.cfg.Restores.Permit(mapped)
+	if err := k.m.cfg.Restores.Permit(mapped); err != nil {
+		return err
+	}
+	// A CRIU without libselinux, as Debian's, leaves restored processes in its own domain: that of
+	// berth.
+	if k.m.node.Host.SELinux {
+		return errdefs.FailedPrecondition("this node has SELinux: CRIU may not give restored processes their labels")
+	}
+	return nil
 }
 
 // restorePod creates a pod and its containers from a checkpoint. It runs in a separate goroutine

@@ -164,38 +164,52 @@ func TestInterruptedRestoreIsUndone(t *testing.T) {
 
 // While CRIU may not restore, RestorePod makes nothing, and a container of an earlier RestorePod
 // stays created. gVisor's restores go on.
-func TestRestoresAreOff(t *testing.T) {
-	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
-		wantOff := func(err error) {
-			t.Helper()
-			if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "checkpoint.restore is off") {
-				t.Errorf("%v", err)
-			}
-		}
-		_, containers := restorePod(t, m)
-		m.cfg.Restores = state.RestoreOff
-		f.forget()
-		wantOff(m.StartContainer(t.Context(), containers[0].ID))
-		info, err := m.Container(containers[0].ID)
-		testutil.Must(t, err)
-		if info.Phase() != state.ContainerCreated {
-			t.Errorf("the container is %v", info.Phase())
-		}
-		r := restoreRequest()
-		r.Config.Metadata.Name = "other"
-		_, _, err = m.RestorePod(t.Context(), r)
-		wantOff(err)
-		wantCalled(t, f, false, "import", "launch", "record container starting")
-		m.cfg.Restores = state.RestoreTrusted
-		testutil.Must(t, m.StartContainer(t.Context(), containers[0].ID))
-	})
-	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
-		withSandboxes(t, m)
-		m.cfg.Restores, f.savedBy = state.RestoreOff, "runsc version 1"
-		r := restoreRequest()
-		r.Handler, r.Containers = "gvisor", r.Containers[:1]
-		_, containers, err := m.RestorePod(t.Context(), r)
-		testutil.Must(t, err)
-		testutil.Must(t, m.StartContainer(t.Context(), containers[0].ID))
-	})
+func TestRestoresAreRefused(t *testing.T) {
+	for _, tt := range []struct {
+		name           string
+		refuse, permit func(*Manager)
+		want           string
+	}{
+		{"off", func(m *Manager) { m.cfg.Restores = state.RestoreOff },
+			func(m *Manager) { m.cfg.Restores = state.RestoreTrusted }, "checkpoint.restore is off"},
+		{"SELinux", func(m *Manager) { m.node.Host.SELinux = true },
+			func(m *Manager) { m.node.Host.SELinux = false }, "this node has SELinux"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+				wantRefusal := func(err error) {
+					t.Helper()
+					if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), tt.want) {
+						t.Errorf("%v", err)
+					}
+				}
+				_, containers := restorePod(t, m)
+				tt.refuse(m)
+				f.forget()
+				wantRefusal(m.StartContainer(t.Context(), containers[0].ID))
+				info, err := m.Container(containers[0].ID)
+				testutil.Must(t, err)
+				if info.Phase() != state.ContainerCreated {
+					t.Errorf("the container is %v", info.Phase())
+				}
+				r := restoreRequest()
+				r.Config.Metadata.Name = "other"
+				_, _, err = m.RestorePod(t.Context(), r)
+				wantRefusal(err)
+				wantCalled(t, f, false, "import", "launch", "record container starting")
+				tt.permit(m)
+				testutil.Must(t, m.StartContainer(t.Context(), containers[0].ID))
+			})
+			withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+				withSandboxes(t, m)
+				tt.refuse(m)
+				f.savedBy = "runsc version 1"
+				r := restoreRequest()
+				r.Handler, r.Containers = "gvisor", r.Containers[:1]
+				_, containers, err := m.RestorePod(t.Context(), r)
+				testutil.Must(t, err)
+				testutil.Must(t, m.StartContainer(t.Context(), containers[0].ID))
+			})
+		})
+	}
 }

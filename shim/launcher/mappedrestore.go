@@ -286,7 +286,6 @@ func (b *mappedRestore) startInRoom(command []string) (*criu.Process, error) {
 
 // converse asks CRIU for the restore and answers its questions.
 func (b *mappedRestore) converse(process *criu.Process, streams []*rpc.InheritFd) error {
-	profile, _ := b.labels()
 	opts := &rpc.CriuOpts{
 		ImagesDirFd:       ptr(int32(-1)),
 		ImagesDir:         ptr(roomImages),
@@ -307,7 +306,7 @@ func (b *mappedRestore) converse(process *criu.Process, streams []*rpc.InheritFd
 		},
 		InheritFd: streams,
 	}
-	if profile != "" {
+	if profile := b.profile(); profile != "" {
 		opts.LsmProfile = ptr(profile)
 	}
 	return process.Restore(opts, func(notify *rpc.CriuNotify) error {

@@ -154,13 +154,11 @@ func (b *restoreBackend) restore() error {
 	b.lost = make(chan struct{})
 	stop := b.watch()
 	failpoint.Reach("launcher.restore")
-	profile, context := b.labels()
 	err = b.container.Restore(b.process, &libcontainer.CriuOpts{
 		ImagesDirectory: b.Restore.Images,
 		WorkDirectory:   b.workDir(),
 		FileLocks:       true,
-		LsmProfile:      profile,
-		LsmMountContext: context,
+		LsmProfile:      b.profile(),
 	})
 	b.waiting.Wait()
 	late := stop()
@@ -186,16 +184,13 @@ func (b *restoreBackend) restore() error {
 // binDir is the directory with the name of CRIU.
 func (b *restoreBackend) binDir() string { return filepath.Join(b.l.settings.StateRoot, b.ID, "bin") }
 
-// labels returns the LSM profile and the SELinux context of mounts, in CRIU's form. They come from
-// the spec. Otherwise CRIU would use the cgroups in the checkpoint.
-func (b *restoreBackend) labels() (profile, mountContext string) {
-	switch p := b.Spec.Process; {
-	case p.SelinuxLabel != "":
-		return "selinux:" + p.SelinuxLabel, b.Spec.Linux.MountLabel
-	case p.ApparmorProfile != "":
-		return "apparmor:" + p.ApparmorProfile, ""
+// profile returns the AppArmor profile in CRIU's form. It comes from the spec. Otherwise CRIU would
+// use that of the checkpoint. The daemon permits no restores on nodes with SELinux.
+func (b *restoreBackend) profile() string {
+	if p := b.Spec.Process; p.ApparmorProfile != "" {
+		return "apparmor:" + p.ApparmorProfile
 	}
-	return "", ""
+	return ""
 }
 
 // workDir is the directory of CRIU's log.

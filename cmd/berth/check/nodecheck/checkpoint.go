@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/criu"
+	"berth/sandbox/state"
 )
 
 // checkpoints is the subject of the findings about checkpoint and restore.
@@ -34,6 +35,11 @@ func checkCheckpoints(ctx context.Context, n *Node) []Finding {
 		return []Finding{lacking(Warning, checkpoints, err.Error(), "reinstall CRIU: checkpoint and restore fail until then")}
 	}
 	findings := append(n.checkCRIU(ctx, path, version), n.checkCRIUKernel()...)
+	if n.Facts.SELinux && state.RestoreMode(n.Config.CheckpointRestore) != state.RestoreOff {
+		findings = append(findings, lacking(Warning, checkpoints,
+			fmt.Sprintf("checkpoint.restore is %s, but the kernel has SELinux", n.Config.CheckpointRestore),
+			`set checkpoint.restore = "off": CRIU restores nothing on nodes with SELinux`))
+	}
 	if len(findings) == 0 {
 		findings = append(findings, ok(checkpoints, "CRIU %s; checkpoint.restore is %s", version, n.Config.CheckpointRestore))
 	}

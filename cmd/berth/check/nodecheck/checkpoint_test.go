@@ -7,6 +7,8 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
+	"strings"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -70,6 +72,18 @@ func TestCheckpointFindings(t *testing.T) {
 				t.Errorf("%+v, want %s", f, tc.level)
 			}
 		})
+	}
+}
+
+func TestRestoresWithSELinux(t *testing.T) {
+	for mode, want := range map[string]Level{"off": OK, "userns": Warning, "trusted": Warning} {
+		n := machine(t, kernel(6, 12), nil)
+		n.Facts.SELinux = true
+		n.Config.CheckpointCRIU, n.Config.CheckpointRestore = fakeCRIU(t, "4.2.1", "", 0), mode
+		f := slices.IndexFunc(checkCheckpoints(t.Context(), n), func(f Finding) bool { return strings.Contains(f.Found, "has SELinux") })
+		if (f >= 0) != (want == Warning) {
+			t.Errorf("checkpoint.restore is %s: found %v, want %v", mode, f >= 0, want)
+		}
 	}
 }
 
