@@ -139,10 +139,17 @@ func testCgroupMountRefusals(t *testing.T, d *harness.Daemon, pod *harness.Pod) 
 	harness.WantCode(t, err, codes.FailedPrecondition, "cgroup_mount_mode", "nsdelegate")
 }
 
-// nested runs a command in mount, cgroup and user namespaces below the container's, with the
-// node's program for it.
-var nested = []string{"/node/lib64/ld-linux-x86-64.so.2", "--library-path", "/node/lib/x86_64-linux-gnu", "/node/usr/bin/unshare",
-	"--user", "--map-root-user", "--cgroup", "--mount"}
+// nested returns the start of a command that runs the rest in mount, cgroup and user namespaces below
+// the container's. The program for it, its loader and its libraries are the node's.
+func nested(t *testing.T) []string {
+	t.Helper()
+	loaders := harness.Get(filepath.Glob("/lib/*-linux-gnu/ld-linux-*.so.*"))(t)
+	if len(loaders) != 1 {
+		t.Fatalf("the node has the loaders %q, want one", loaders)
+	}
+	return []string{"/node" + loaders[0], "--library-path", "/node" + filepath.Dir(loaders[0]), "/node/usr/bin/unshare",
+		"--user", "--map-root-user", "--cgroup", "--mount"}
+}
 
 // testOwnLimits checks that no process of the container can change the limits of its own cgroup.
 func testOwnLimits(t *testing.T, c *harness.Container, dir string) {
@@ -158,7 +165,7 @@ func testOwnLimits(t *testing.T, c *harness.Container, dir string) {
 	write := "for f in *; do echo max >$f && echo $f; echo 1 >$f && echo $f; done 2>/dev/null; true"
 	// In the copy of the mount, nothing covers a file.
 	uncover := "mkdir -p /tmp/m; umount memory.max; mount -o bind . /tmp/m && cd /tmp/m; "
-	for _, command := range [][]string{{"sh", "-c", "cd /sys/fs/cgroup; " + write}, append(slices.Clone(nested), "sh", "-c", "cd /sys/fs/cgroup; "+uncover+write)} {
+	for _, command := range [][]string{{"sh", "-c", "cd /sys/fs/cgroup; " + write}, append(nested(t), "sh", "-c", "cd /sys/fs/cgroup; "+uncover+write)} {
 		written := slices.Compact(strings.Fields(c.Exec(t, command...)))
 		written = slices.DeleteFunc(written, func(file string) bool { return slices.Contains(delegated, file) })
 		harness.Equal(t, fmt.Sprintf("files that %s can write", command[0]), strings.Join(written, " "), "")
