@@ -24,7 +24,7 @@ import (
 func TestCostOfRestarts(t *testing.T) {
 	t.Run("berth", func(t *testing.T) {
 		d := harness.StartDaemon(t, harness.WithHeldSocket)
-		cost := measureRestarts(t, d, func() { upgrade(t, d) })
+		cost := measureRestarts(t, d, func() { upgrade(t, d) }, true)
 		harness.Equal(t, "costs", cost, restartCost{})
 	})
 	t.Run("containerd", func(t *testing.T) {
@@ -34,8 +34,9 @@ func TestCostOfRestarts(t *testing.T) {
 			t.Skipf("%s is not set: export %[1]s=$(integration/containerd/build)", containerdEnv)
 		}
 		d, restart := startContainerd(t, bin)
-		t.Cleanup(func() { d.Clean(t) })
-		measureRestarts(t, d, restart)
+		defer d.Clean(t) // before the cleanup that stops the last containerd
+		// StartContainer fails during a restart, so there is nothing to count events of.
+		measureRestarts(t, d, restart, false)
 	})
 }
 
@@ -47,11 +48,14 @@ type restartCost struct {
 	Doubled  int // events that came twice
 }
 
-// measureRestarts restarts a runtime under load.
-func measureRestarts(t *testing.T, d *harness.Daemon, restart func()) (cost restartCost) {
+// measureRestarts restarts a runtime under load. With events, containers start and exit meanwhile.
+func measureRestarts(t *testing.T, d *harness.Daemon, restart func(), events bool) (cost restartCost) {
 	pods, restarts, exits := 10, 3, 60
 	if testutil.AllTests() {
 		pods, restarts, exits = 100, 20, 1000
+	}
+	if !events {
+		exits = 0
 	}
 	client := harness.RawRuntime(t, d)
 	ctx, cancel := context.WithCancel(t.Context())
@@ -86,11 +90,16 @@ func measureRestarts(t *testing.T, d *harness.Daemon, restart func()) (cost rest
 		gaps = append(gaps, p.during(t, restart))
 	}
 	ids := load.wait(t)
-	last := runExits(t, client, pod, 1).wait(t) // its events come after all others
-	harness.Eventually(t, "the last events arrive", func() error { return missing(w, last) })
+	if events {
+		last := runExits(t, client, pod, 1).wait(t) // its events come after all others
+		harness.Eventually(t, "the last events arrive", func() error { return missing(w, last) })
+	}
 	cancel()
 	probing.Wait()
-	harness.Must(t, <-watched)
+	if err := <-watched; events {
+		harness.Must(t, err)
+		cost.Doubled = w.doubled(t)
+	}
 	for _, id := range ids {
 		for kind := range runtimeapi.ContainerEventType_name {
 			if !w.has(runtimeapi.ContainerEventType(kind), id) {
@@ -98,7 +107,6 @@ func measureRestarts(t *testing.T, d *harness.Daemon, restart func()) (cost rest
 			}
 		}
 	}
-	cost.Doubled = w.doubled(t)
 	t.Logf("%d pods, %d restarts: %d of %d sessions cut, %d of 2 long calls failed, %d of %d events missed, %d doubled; "+
 		"%s; longest time without an answer: %s", pods, restarts+1,
 		cost.Sessions, len(running), cost.Calls, cost.Missed, 4*len(ids), cost.Doubled, p.results(), spread(gaps))

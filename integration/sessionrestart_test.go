@@ -176,7 +176,11 @@ func repeatAll(t *testing.T, c *harness.Container, forwarded string) map[string]
 		running["attach over "+p.Name] = repeatAttach(t, c.Pod, p)
 	}
 	for _, r := range running {
-		<-r.flowing
+		select {
+		case <-r.flowing:
+		case err := <-r.ended: // containerd 2.4 has no WebSocket with the protocol of remotecommand
+			r.ended <- err
+		}
 	}
 	return running
 }
