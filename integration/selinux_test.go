@@ -204,24 +204,20 @@ func TestSELinuxFilesOfContainers(t *testing.T) {
 	}
 }
 
-// CRIU saves a container, which goes on with its label.
+// Debian's policy does not let CRIU save a container. The container goes on with its label.
 func TestSELinuxCheckpoint(t *testing.T) {
 	machine.NeedSELinux(t)
 	d := harness.StartDaemon(t, harness.WithCRIU(t))
-	for name, options := range map[string][]harness.ContainerOption{"ordinary": nil, "privileged": {harness.Security(harness.Privileged)}} {
-		t.Run(name, func(t *testing.T) {
-			pod := d.RunPod(t, privilegedPod)
-			c := pod.Run(t, options...)
-			before := machine.Confinement(t, c.Pid(t))
-			location := filepath.Join(d.Root, name+".tar")
-			_, err := harness.RawRuntime(t, d).CheckpointContainer(t.Context(),
-				&runtimeapi.CheckpointContainerRequest{ContainerId: c.Id, Location: location})
-			harness.Must(t, err)
-			harness.Must(t, os.Remove(location))
-			harness.Equal(t, "label", machine.Confinement(t, c.Pid(t)), before)
-			harness.Equal(t, "text of a file", c.Exec(t, "sh", "-c", "echo text >/file; cat /file"), "text")
-		})
-	}
+	d.Tolerate(`comm="ld-linux-x86-64"`) // which runs CRIU
+	pod := d.RunPod(t)
+	c := pod.Run(t)
+	before := machine.Confinement(t, c.Pid(t))
+	location := filepath.Join(d.Root, "checkpoint.tar")
+	_, err := harness.RawRuntime(t, d).CheckpointContainer(t.Context(),
+		&runtimeapi.CheckpointContainerRequest{ContainerId: c.Id, Location: location})
+	harness.WantCode(t, err, codes.FailedPrecondition, "CRIU failed", "Permission denied")
+	harness.Equal(t, "label", machine.Confinement(t, c.Pid(t)), before)
+	harness.Equal(t, "text of a file", c.Exec(t, "sh", "-c", "echo text >/file; cat /file"), "text")
 }
 
 // CRIU restores nothing on a node with SELinux, whatever the configuration says.

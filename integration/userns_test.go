@@ -242,8 +242,8 @@ func TestVolumesInUserNamespace(t *testing.T) {
 	}
 	pod := runMapped(t, d, base)
 	c := pod.Run(t, inUserNamespace(base),
-		harness.Mount(&runtimeapi.Mount{HostPath: mapped, ContainerPath: "/mapped", UidMappings: idMapping(base), GidMappings: idMapping(base)}),
-		harness.Mount(&runtimeapi.Mount{HostPath: plain, ContainerPath: "/plain"}),
+		harness.Mount(&runtimeapi.Mount{HostPath: mapped, ContainerPath: "/mapped", SelinuxRelabel: true, UidMappings: idMapping(base), GidMappings: idMapping(base)}),
+		harness.Mount(&runtimeapi.Mount{HostPath: plain, ContainerPath: "/plain", SelinuxRelabel: true}),
 		harness.Mount(&runtimeapi.Mount{HostPath: mapped, ContainerPath: "/other", Readonly: true, UidMappings: idMapping(base + 100), GidMappings: idMapping(base + 200)}),
 		harness.Mount(&runtimeapi.Mount{HostPath: mapped, ContainerPath: "/rro", Readonly: true, RecursiveReadOnly: true, UidMappings: idMapping(base), GidMappings: idMapping(base)}),
 		harness.Mount(&runtimeapi.Mount{HostPath: mapped + "/roots", ContainerPath: "/file", UidMappings: idMapping(base), GidMappings: idMapping(base)}))
