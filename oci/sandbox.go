@@ -10,15 +10,11 @@ import (
 	"berth/oci/confine"
 )
 
-const (
-	sandboxOOMScoreAdj = -998 // killed after all its containers, as in kubelet's podInfraOOMAdj
-	sandboxCPUShares   = 2    // the minimum
-)
+const sandboxOOMScoreAdj = -998 // killed after all its containers, as in kubelet's podInfraOOMAdj
 
 // SandboxSpec builds the spec of a pod's pause, which holds the pod's namespaces and reaps orphans
-// if containers share its PID namespace. It has a read-only root with /proc and /dev, no
-// capabilities, and the smallest CPU share. The pod's resources and overhead limit the pod's
-// cgroup, which kubelet makes.
+// if containers share its PID namespace. It has a read-only root with /proc and /dev, and no
+// capabilities. The pod's resources and overhead limit the pod's cgroup, which kubelet makes.
 //
 // The root directory must contain /proc and /dev as mount points.
 func SandboxSpec(in SandboxInput) (*specs.Spec, error) {
@@ -135,9 +131,9 @@ func setSandboxCgroup(in SandboxInput, spec *specs.Spec) (err error) {
 	if spec.Linux.CgroupsPath, err = CgroupsPath(in.Pod.CgroupParent, in.Pod.ID, in.SystemdCgroup); err != nil {
 		return err
 	}
-	shares := uint64(sandboxCPUShares)
+	// The pause process sleeps, so its CPU weight does not matter.
 	spec.Linux.Resources = &specs.LinuxResources{
-		CPU:     &specs.LinuxCPU{Shares: &shares, Cpus: in.CPUs},
+		CPU:     &specs.LinuxCPU{Cpus: in.CPUs},
 		Devices: []specs.LinuxDeviceCgroup{{Allow: false, Access: "rwm"}},
 	}
 	return nil
