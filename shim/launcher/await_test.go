@@ -31,7 +31,7 @@ func TestIdleLauncherReleasesMemory(t *testing.T) {
 	}
 	received := make(chan error, 1)
 	var request proto.Request
-	go func() { _, err := (&launcher{conn: conn}).await(&request); received <- err }()
+	go func() { _, err := (&launcher{conn: conn, served: true}).await(&request); received <- err }()
 	for deadline := time.Now().Add(time.Minute); heapExceeds(keptGarbage); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatal("it is kept")

@@ -18,7 +18,6 @@ import (
 	"os/signal"
 	"runtime"
 	"runtime/debug"
-	"runtime/metrics"
 	"time"
 
 	_ "github.com/opencontainers/cgroups/devices" // if it is not set, the cgroup managers refuse device rules
@@ -87,6 +86,7 @@ type launcher struct {
 	filters  *bpfcache.Table
 	warnings *warningList
 	last     *loaded // the container of the last exec; nil: none yet
+	served   bool    // a request
 
 	container string // ID of the container or pod of the last request; empty: none yet
 }
@@ -133,6 +133,7 @@ func (l *launcher) serve() error {
 func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
+	l.served = true
 	if err := restoreSlack(); err != nil {
 		return false, err
 	}
@@ -162,7 +163,7 @@ const keptGarbage = 6 << 20
 
 // await receives the next request.
 func (l *launcher) await(r *proto.Request) ([]*os.File, error) {
-	if !heapExceeds(keptGarbage) {
+	if !l.served || !heapExceeds(keptGarbage) {
 		return l.conn.Receive(r)
 	}
 	if err := l.conn.SetDeadline(time.Now().Add(restTime)); err != nil {
@@ -182,9 +183,9 @@ func (l *launcher) await(r *proto.Request) ([]*os.File, error) {
 
 // heapExceeds returns whether Go's heap, including garbage, is larger.
 func heapExceeds(bytes uint64) bool {
-	heap := []metrics.Sample{{Name: "/memory/classes/heap/objects:bytes"}}
-	metrics.Read(heap)
-	return heap[0].Value.Uint64() > bytes
+	var stats runtime.MemStats
+	runtime.ReadMemStats(&stats) // the initialization of package runtime/metrics takes longer
+	return stats.HeapAlloc > bytes
 }
 
 // reply sends a reply with the warnings since the last one.
