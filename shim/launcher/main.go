@@ -86,7 +86,7 @@ type launcher struct {
 	filters  *bpfcache.Table
 	warnings *warningList
 	last     *loaded // the container of the last exec; nil: none yet
-	served   bool    // a request
+	served   int     // requests since the last release of memory
 
 	container string // ID of the container or pod of the last request; empty: none yet
 }
@@ -133,7 +133,7 @@ func (l *launcher) serve() error {
 func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	l.served = true
+	l.served++
 	if err := restoreSlack(); err != nil {
 		return false, err
 	}
@@ -157,13 +157,13 @@ func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err
 // ones.
 const restTime = time.Second
 
-// keptGarbage is a heap size, in bytes. If the heap is smaller, releasing memory costs more than it
-// saves.
-const keptGarbage = 6 << 20
+// keptRequests is the number of requests after which a launcher releases memory when it rests. An
+// exec leaves some 50 KB, and up to 1 MB if the launcher has to load the state of its container.
+const keptRequests = 16
 
 // await receives the next request.
 func (l *launcher) await(r *proto.Request) ([]*os.File, error) {
-	if !l.served || !heapExceeds(keptGarbage) {
+	if l.served < keptRequests {
 		return l.conn.Receive(r)
 	}
 	if err := l.conn.SetDeadline(time.Now().Add(restTime)); err != nil {
@@ -178,14 +178,8 @@ func (l *launcher) await(r *proto.Request) ([]*os.File, error) {
 		return files, err
 	}
 	debug.FreeOSMemory()
+	l.served = 0
 	return l.conn.Receive(r)
-}
-
-// heapExceeds returns whether Go's heap, including garbage, is larger.
-func heapExceeds(bytes uint64) bool {
-	var stats runtime.MemStats
-	runtime.ReadMemStats(&stats) // the initialization of package runtime/metrics takes longer
-	return stats.HeapAlloc > bytes
 }
 
 // reply sends a reply with the warnings since the last one.
