@@ -1,7 +1,6 @@
 package launcher
 
 import (
-	"bytes"
 	"encoding/json"
 	"io"
 	"os"
@@ -11,8 +10,6 @@ import (
 	"github.com/opencontainers/runc/libcontainer/exeseal"
 	"github.com/opencontainers/runc/libcontainer/specconv"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
-
-	"berth/shim/proto"
 )
 
 // warm does work in advance for which the first launch would wait. libcontainer detects the cgroup
@@ -21,16 +18,7 @@ import (
 func warm() {
 	_ = exeseal.IsSelfExeCloned()
 	_, _ = os.Stat("/proc/self/ns/mnt")
-	request := proto.Request{Launch: &proto.Launch{Spec: sampleSpec()}}
-	data, err := json.Marshal(request)
-	if err != nil {
-		return
-	}
-	var again proto.Request
-	if json.NewDecoder(bytes.NewReader(data)).Decode(&again) != nil {
-		return
-	}
-	config, err := specconv.CreateLibcontainerConfig(&specconv.CreateOpts{CgroupName: "warm", Spec: again.Launch.Spec})
+	config, err := specconv.CreateLibcontainerConfig(&specconv.CreateOpts{CgroupName: "warm", Spec: sampleSpec()})
 	if err != nil {
 		return
 	}
