@@ -3,31 +3,19 @@ package launcher
 import (
 	"encoding/json"
 	"io"
-	"os"
 
-	"github.com/opencontainers/cgroups"
-	"github.com/opencontainers/cgroups/manager"
-	"github.com/opencontainers/runc/libcontainer/exeseal"
 	"github.com/opencontainers/runc/libcontainer/specconv"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 )
 
-// warm does work in advance for which the first launch would wait. libcontainer detects the cgroup
-// hierarchies, and encoding/json analyses the types of requests and configurations. warm also
-// causes page faults. A failure here appears again, with an error, in the launch.
+// warm does work in advance for which the first launch would wait, and which is done once for each
+// process: encoding/json analyses the types of libcontainer's configuration. It does nothing that
+// the launch would do again. A failure here appears again, with an error, in the launch.
 func warm() {
-	_ = exeseal.IsSelfExeCloned()
-	_, _ = os.Stat("/proc/self/ns/mnt")
 	config, err := specconv.CreateLibcontainerConfig(&specconv.CreateOpts{CgroupName: "warm", Spec: sampleSpec()})
-	if err != nil {
-		return
+	if err == nil {
+		_ = json.NewEncoder(io.Discard).Encode(config)
 	}
-	_ = json.NewEncoder(io.Discard).Encode(config)
-	if m, err := manager.New(config.Cgroups); err == nil {
-		_ = m.Exists()
-		_, _ = m.GetFreezerState()
-	}
-	_, _ = cgroups.ReadFile("/sys/fs/cgroup", "cgroup.procs")
 }
 
 // sampleSpec returns a spec with all parts of a container's.
