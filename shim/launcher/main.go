@@ -32,7 +32,8 @@ import (
 const memoryLimit = 24 << 20
 
 // leastProcs is the least number of goroutines that can run at a time. While one waits in a system
-// call, another one must not wait for Go's monitor thread, which is slow here (slack.go).
+// call, another one must not wait for Go's monitor thread, which is slow here (slack.go). A node with
+// more processors has more anyway.
 const leastProcs = 2
 
 // Main serves requests until the daemon closes the connection, and returns the exit status. It does
@@ -45,8 +46,8 @@ func Main(settings proto.LauncherSettings) int {
 	// libcontainer passes this on to the container's init, whose start it shortens. This process's
 	// own runtime has already read it.
 	_ = os.Setenv("GOMAXPROCS", "1")
-	_ = os.Unsetenv(proto.SlackEnv)                            // hooks must not inherit it
-	runtime.GOMAXPROCS(max(runtime.GOMAXPROCS(0), leastProcs)) // it does nothing on a node with more processors
+	_ = os.Unsetenv(proto.SlackEnv) // hooks must not inherit it
+	runtime.GOMAXPROCS(max(runtime.GOMAXPROCS(0), leastProcs))
 	nameProcess()
 	debug.SetGCPercent(-1)
 	debug.SetMemoryLimit(memoryLimit)
