@@ -15,8 +15,9 @@ import (
 var against = flag.String("against", "", "other berth-shims for BenchmarkCompare, separated by commas")
 
 // BenchmarkCompare compares the berth-shim of -shim with others. It starts pods with one after the
-// other, so that the load of a busy machine is the same for all. It reports medians for each pod, and
-// the median of the quotients with the first program's CPU time. "eight" starts eight pods at a time.
+// other, so that the load of a busy machine is the same for all. It reports medians for each pod,
+// and the median of the quotients with the first program's CPU time. "eight" starts eight pods at a
+// time.
 func BenchmarkCompare(b *testing.B) {
 	b.Run("pod", func(b *testing.B) { benchCompare(b, 1, usual) })
 	b.Run("seccomp", func(b *testing.B) { benchCompare(b, 1, usual, filtered) })

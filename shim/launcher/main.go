@@ -32,8 +32,8 @@ import (
 const memoryLimit = 24 << 20
 
 // leastProcs is the least number of goroutines that can run at a time. While one waits in a system
-// call, another one must not wait for Go's monitor thread, which is slow here (slack.go). A node with
-// more processors has more anyway.
+// call, another one must not wait for Go's monitor thread, which is slow here (slack.go). A node
+// with more processors has more anyway.
 const leastProcs = 2
 
 // Main serves requests until the daemon closes the connection, and returns the exit status. It does

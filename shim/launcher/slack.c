@@ -31,7 +31,8 @@ void __wrap_nsexec(void)
 {
 	__real_nsexec();
 #ifdef M_ARENA_MAX
-	// Otherwise glibc maps and trims an arena for each thread of Go's runtime, which frees one object.
+	// Otherwise glibc maps and trims an arena for each thread of Go's runtime, which frees one
+	// object.
 	mallopt(M_ARENA_MAX, 1);
 #endif
 	slacken();

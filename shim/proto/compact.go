@@ -136,7 +136,8 @@ func decodeCompact(data []byte, message any) error {
 	return nil
 }
 
-// compactDecoder decodes the rest of a message. If the rest is damaged, all further values are zero.
+// compactDecoder decodes the rest of a message. If the rest is damaged, all further values are
+// zero.
 type compactDecoder struct {
 	data    []byte
 	text    string // the same bytes, which strings share

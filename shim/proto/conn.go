@@ -25,8 +25,8 @@ const (
 )
 
 // Conn is one end of the connection. It carries messages in JSON or in the compact encoding, each
-// after its length (four bytes, big-endian). Open files are sent with the first byte of a message (SCM_RIGHTS). One goroutine may
-// receive while others send.
+// after its length (four bytes, big-endian). Open files are sent with the first byte of a message
+// (SCM_RIGHTS). One goroutine may receive while others send.
 type Conn struct {
 	unix *net.UnixConn
 

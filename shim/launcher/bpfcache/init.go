@@ -153,8 +153,8 @@ func replaceInitPipe(config map[string]json.RawMessage) error {
 		return os.NewSyscallError("socketpair", err)
 	}
 	ours := os.NewFile(uintptr(pair[1]), "init")
-	// Usually all of it fits into the socket. A goroutine would have to wait for this process's only P
-	// while libcontainer reads.
+	// Usually all of it fits into the socket. A goroutine would have to wait for this process's only
+	// P while libcontainer reads.
 	sent, err := unix.SendmsgN(pair[1], data, nil, nil, unix.MSG_DONTWAIT)
 	if err != nil {
 		return errors.Join(os.NewSyscallError("sendmsg", err), ours.Close())
@@ -165,7 +165,7 @@ func replaceInitPipe(config map[string]json.RawMessage) error {
 	} else {
 		go func() { // it ends when libcontainer has read everything, or with the process
 			defer ours.Close()
-			_, _ = ours.Write(rest) // libcontainer reports an error if it cannot read the configuration
+			_, _ = ours.Write(rest) // libcontainer reports an error if it cannot read everything
 		}()
 	}
 	return errors.Join(err, os.Setenv(initPipe, strconv.Itoa(pair[0])))

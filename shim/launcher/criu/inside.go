@@ -108,8 +108,9 @@ func filesWithoutMounts(dir *safefs.Dir) ([]byte, error) {
 				entry = append(entry, f.encoded...)
 				return nil
 			}
-			const none = 1                                               // -1, as protobuf encodes signed integers
-			value := appendInteger(slices.Clone(f.bytes()), mount, none) // the last value of a field counts
+			const none = 1 // -1, as protobuf encodes signed integers
+			// The last value of a field counts.
+			value := appendInteger(slices.Clone(f.bytes()), mount, none)
 			entry = appendBytes(entry, f.number, value)
 			return nil
 		})
