@@ -4,18 +4,21 @@ import (
 	"encoding/json"
 	"io"
 
+	"github.com/opencontainers/cgroups"
 	"github.com/opencontainers/runc/libcontainer/specconv"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 )
 
 // warm does work in advance for which the first launch would wait, and which is done once for each
-// process: encoding/json analyses the types of libcontainer's configuration. It does nothing that
-// the launch would do again. A failure here appears again, with an error, in the launch.
+// process. encoding/json analyses the types of libcontainer's configuration, and package cgroups
+// opens the root of the cgroups. warm does nothing that the launch would do again. A failure here
+// appears again, with an error, in the launch.
 func warm() {
 	config, err := specconv.CreateLibcontainerConfig(&specconv.CreateOpts{CgroupName: "warm", Spec: sampleSpec()})
 	if err == nil {
 		_ = json.NewEncoder(io.Discard).Encode(config)
 	}
+	_, _ = cgroups.ReadFile("/sys/fs/cgroup", "cgroup.procs")
 }
 
 // sampleSpec returns a spec with all parts of a container's.
