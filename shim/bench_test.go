@@ -1,6 +1,7 @@
 package shim
 
 import (
+	"errors"
 	"flag"
 	"fmt"
 	"os"
@@ -24,12 +25,12 @@ var pauses = flag.Duration("pauses", 50*time.Millisecond, "time between launches
 // samples are the durations of a benchmark's operations. On a busy machine the CPU time is more
 // reliable than their mean.
 type samples struct {
-	took []time.Duration
-	cpu  time.Duration // of this process and of all whose end it has seen, before the first one
+	took   []time.Duration
+	before usage
 }
 
 func newSamples(b *testing.B) *samples {
-	s := &samples{cpu: cpuTime(b)}
+	s := &samples{before: usageOf(b)}
 	b.ResetTimer()
 	return s
 }
@@ -37,7 +38,8 @@ func newSamples(b *testing.B) *samples {
 func (s *samples) add(since time.Time) { s.took = append(s.took, time.Since(since)) }
 
 func (s *samples) report(b *testing.B) {
-	cpu := cpuTime(b) - s.cpu
+	used := usageOf(b)
+	perSample := func(n float64) float64 { return n / float64(len(s.took)) }
 	slices.Sort(s.took)
 	ms := func(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
 	b.ReportMetric(ms(s.took[0]), "min-ms")
@@ -45,22 +47,30 @@ func (s *samples) report(b *testing.B) {
 	b.ReportMetric(ms(s.took[len(s.took)*9/10]), "p90-ms")
 	b.ReportMetric(ms(s.took[len(s.took)*95/100]), "p95-ms")
 	b.ReportMetric(ms(s.took[len(s.took)*99/100]), "p99-ms")
-	b.ReportMetric(ms(cpu)/float64(len(s.took)), "cpu-ms")
+	b.ReportMetric(perSample(ms(used.own+used.programs-s.before.own-s.before.programs)), "cpu-ms")
+	b.ReportMetric(perSample(ms(used.programs-s.before.programs)), "programs-cpu-ms")
+	b.ReportMetric(perSample(float64(used.faults-s.before.faults)), "programs-faults")
 	b.ReportMetric(0, "ns/op")
 }
 
-// cpuTime returns the CPU time of this process and of all processes that it has reaped. It is
-// process 1 (see TestMain), so it reaps orphans, too.
-func cpuTime(b *testing.B) (sum time.Duration) {
+// usage is what this process and its programs have used. The programs are the launchers and their
+// children.
+type usage struct {
+	own, programs time.Duration // CPU time
+	faults        int64         // minor page faults of the programs
+}
+
+// usageOf returns the usage of this process and of all processes that it has reaped. It is process
+// 1 (see TestMain), so it reaps orphans, too.
+func usageOf(b *testing.B) usage {
 	b.Helper()
-	for _, who := range []int{unix.RUSAGE_SELF, unix.RUSAGE_CHILDREN} {
-		var usage unix.Rusage
-		if err := unix.Getrusage(who, &usage); err != nil {
-			b.Fatal(err)
-		}
-		sum += time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
+	var own, programs unix.Rusage
+	err := errors.Join(unix.Getrusage(unix.RUSAGE_SELF, &own), unix.Getrusage(unix.RUSAGE_CHILDREN, &programs))
+	if err != nil {
+		b.Fatal(err)
 	}
-	return sum
+	cpu := func(u unix.Rusage) time.Duration { return time.Duration(u.Utime.Nano() + u.Stime.Nano()) }
+	return usage{own: cpu(own), programs: cpu(programs), faults: programs.Minflt}
 }
 
 // usual adds mounts, capabilities and masked paths as kubelet does.
@@ -215,7 +225,7 @@ func benchExec(b *testing.B, change ...func(*proto.Launch)) {
 		}
 		s.add(begin)
 	}
-	s.cpu -= e.launchersCPU() - before
+	s.before.programs -= e.launchersCPU() - before
 	s.report(b)
 }
 

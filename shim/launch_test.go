@@ -444,3 +444,21 @@ func TestSealedCopyStaysExecutable(t *testing.T) {
 		t.Errorf("execute it: %v", err)
 	}
 }
+
+// Init reads its configuration from a socket. A configuration that does not fit into the socket
+// arrives, too.
+func TestLargeEnvironment(t *testing.T) {
+	e := newEnv(t)
+	value := strings.Repeat("x", 4000)
+	c := e.run("large", "env | grep -c xxxxx", func(r *proto.Launch) {
+		for i := range 200 {
+			r.Spec.Process.Env = append(r.Spec.Process.Env, fmt.Sprintf("V%d=%s", i, value))
+		}
+	})
+	if exit := c.wait(); exit.Code != 0 {
+		t.Errorf("exit = %+v", exit)
+	}
+	if got := c.output("stdout"); got != "200\n" {
+		t.Errorf("output = %q", got)
+	}
+}

@@ -79,7 +79,7 @@ func TestTimerSlack(t *testing.T) {
 // Launchers do have the longer timer slack. Otherwise the tests above would show nothing.
 func TestTimerSlackOfLauncher(t *testing.T) {
 	e := newEnv(t)
-	e.until("a launcher waits, and has threads with the longer slack", func() bool { return hasThreadWithSlack(e.Launchers.idlePID(), 500_000) })
+	e.until("a launcher waits, and has threads with the longer slack", func() bool { return hasThreadWithSlack(e.Launchers.idlePID(), 2_000_000) })
 }
 
 // hasThreadWithSlack returns whether a thread of the process has this timer slack, in nanoseconds.

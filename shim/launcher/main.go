@@ -18,7 +18,6 @@ import (
 	"os/signal"
 	"runtime"
 	"runtime/debug"
-	"runtime/metrics"
 	"time"
 
 	_ "github.com/opencontainers/cgroups/devices" // if it is not set, the cgroup managers refuse device rules
@@ -32,6 +31,11 @@ import (
 // less. A launcher that serves many execs would grow without a limit.
 const memoryLimit = 24 << 20
 
+// leastProcs is the least number of goroutines that can run at a time. While one waits in a system
+// call, another one must not wait for Go's monitor thread, which is slow here (slack.go). A node
+// with more processors has more anyway.
+const leastProcs = 2
+
 // Main serves requests until the daemon closes the connection, and returns the exit status. It does
 // not return after a successful launch of a container.
 func Main(settings proto.LauncherSettings) int {
@@ -43,6 +47,7 @@ func Main(settings proto.LauncherSettings) int {
 	// own runtime has already read it.
 	_ = os.Setenv("GOMAXPROCS", "1")
 	_ = os.Unsetenv(proto.SlackEnv) // hooks must not inherit it
+	runtime.GOMAXPROCS(max(runtime.GOMAXPROCS(0), leastProcs))
 	nameProcess()
 	debug.SetGCPercent(-1)
 	debug.SetMemoryLimit(memoryLimit)
@@ -87,6 +92,7 @@ type launcher struct {
 	filters  *bpfcache.Table
 	warnings *warningList
 	last     *loaded // the container of the last exec; nil: none yet
+	served   int     // requests since the last release of memory
 
 	container string // ID of the container or pod of the last request; empty: none yet
 }
@@ -133,6 +139,7 @@ func (l *launcher) serve() error {
 func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
+	l.served++
 	if err := restoreSlack(); err != nil {
 		return false, err
 	}
@@ -156,13 +163,13 @@ func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err
 // ones.
 const restTime = time.Second
 
-// keptGarbage is a heap size, in bytes. If the heap is smaller, releasing memory costs more than it
-// saves.
-const keptGarbage = 6 << 20
+// keptRequests is the number of requests after which a launcher releases memory when it rests. An
+// exec leaves some 50 KB, and up to 1 MB if the launcher has to load the state of its container.
+const keptRequests = 16
 
 // await receives the next request.
 func (l *launcher) await(r *proto.Request) ([]*os.File, error) {
-	if !heapExceeds(keptGarbage) {
+	if l.served < keptRequests {
 		return l.conn.Receive(r)
 	}
 	if err := l.conn.SetDeadline(time.Now().Add(restTime)); err != nil {
@@ -177,14 +184,8 @@ func (l *launcher) await(r *proto.Request) ([]*os.File, error) {
 		return files, err
 	}
 	debug.FreeOSMemory()
+	l.served = 0
 	return l.conn.Receive(r)
-}
-
-// heapExceeds returns whether Go's heap, including garbage, is larger.
-func heapExceeds(bytes uint64) bool {
-	heap := []metrics.Sample{{Name: "/memory/classes/heap/objects:bytes"}}
-	metrics.Read(heap)
-	return heap[0].Value.Uint64() > bytes
 }
 
 // reply sends a reply with the warnings since the last one.

@@ -1,5 +1,6 @@
 #include "slack.h"
 
+#include <malloc.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
 
@@ -29,6 +30,11 @@ void __wrap_nsexec(void);
 void __wrap_nsexec(void)
 {
 	__real_nsexec();
+#ifdef M_ARENA_MAX
+	// Otherwise glibc maps and trims an arena for each thread of Go's runtime, which frees one
+	// object.
+	mallopt(M_ARENA_MAX, 1);
+#endif
 	slacken();
 }
 

@@ -8,9 +8,10 @@ package launcher
 // thread takes the P from each longer system call and wakes another thread, which has no work. An
 // exec then takes 1.2 times the CPU time.
 //
-// slack.c lengthens these sleeps to half a millisecond. It sets the timer slack of the process's
+// slack.c lengthens these sleeps to two milliseconds. It sets the timer slack of the process's
 // first thread (prctl(2), PR_SET_TIMERSLACK) before Go's runtime starts, and the runtime's threads
-// inherit it. A goroutine may wait that long for a P that is blocked in a system call.
+// inherit it. A goroutine may wait twice as long for a P that is blocked in a system call. So init
+// must not need a second goroutine while it reads, and a launcher has at least two Ps.
 //
 // No other program gets this slack, not even as its default, because a thread calls restoreSlack
 // before it starts a process or executes a program. The monitor is an exception, because it starts

@@ -1,43 +1,22 @@
 package launcher
 
 import (
-	"bytes"
 	"encoding/json"
 	"io"
-	"os"
 
 	"github.com/opencontainers/cgroups"
-	"github.com/opencontainers/cgroups/manager"
-	"github.com/opencontainers/runc/libcontainer/exeseal"
 	"github.com/opencontainers/runc/libcontainer/specconv"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
-
-	"berth/shim/proto"
 )
 
-// warm does work in advance for which the first launch would wait. libcontainer detects the cgroup
-// hierarchies, and encoding/json analyses the types of requests and configurations. warm also
-// causes page faults. A failure here appears again, with an error, in the launch.
+// warm does work in advance for which the first launch would wait, and which is done once for each
+// process. encoding/json analyses the types of libcontainer's configuration, and package cgroups
+// opens the root of the cgroups. warm does nothing that the launch would do again. A failure here
+// appears again, with an error, in the launch.
 func warm() {
-	_ = exeseal.IsSelfExeCloned()
-	_, _ = os.Stat("/proc/self/ns/mnt")
-	request := proto.Request{Launch: &proto.Launch{Spec: sampleSpec()}}
-	data, err := json.Marshal(request)
-	if err != nil {
-		return
-	}
-	var again proto.Request
-	if json.NewDecoder(bytes.NewReader(data)).Decode(&again) != nil {
-		return
-	}
-	config, err := specconv.CreateLibcontainerConfig(&specconv.CreateOpts{CgroupName: "warm", Spec: again.Launch.Spec})
-	if err != nil {
-		return
-	}
-	_ = json.NewEncoder(io.Discard).Encode(config)
-	if m, err := manager.New(config.Cgroups); err == nil {
-		_ = m.Exists()
-		_, _ = m.GetFreezerState()
+	config, err := specconv.CreateLibcontainerConfig(&specconv.CreateOpts{CgroupName: "warm", Spec: sampleSpec()})
+	if err == nil {
+		_ = json.NewEncoder(io.Discard).Encode(config)
 	}
 	_, _ = cgroups.ReadFile("/sys/fs/cgroup", "cgroup.procs")
 }

@@ -24,9 +24,9 @@ const (
 	maxFDs = 32
 )
 
-// Conn is one end of the connection. It carries JSON messages, each after its length (four bytes,
-// big-endian). Open files are sent with the first byte of a message (SCM_RIGHTS). One goroutine may
-// receive while others send.
+// Conn is one end of the connection. It carries messages in JSON or in the compact encoding, each
+// after its length (four bytes, big-endian). Open files are sent with the first byte of a message
+// (SCM_RIGHTS). One goroutine may receive while others send.
 type Conn struct {
 	unix *net.UnixConn
 
@@ -76,7 +76,7 @@ var ErrUnread = errors.New("the other end has ended without reading")
 // error is os.ErrDeadlineExceeded, and the connection can no longer be used. If the other end has
 // closed the connection, it is ErrUnread.
 func (c *Conn) Send(message any, files ...*os.File) error {
-	body, err := json.Marshal(message)
+	body, err := encode(message)
 	if err != nil {
 		return fmt.Errorf("encode %T: %w", message, err)
 	}
@@ -107,6 +107,20 @@ func (c *Conn) Send(message any, files ...*os.File) error {
 	return nil
 }
 
+func encode(message any) ([]byte, error) {
+	if isCompact(message) {
+		return encodeCompact(message), nil
+	}
+	return json.Marshal(message)
+}
+
+func decode(body []byte, message any) error {
+	if len(body) > 0 && body[0] == compactStart {
+		return decodeCompact(body, message)
+	}
+	return json.Unmarshal(body, message)
+}
+
 func rights(fds []int) []byte {
 	if len(fds) == 0 {
 		return nil
@@ -126,7 +140,7 @@ func (c *Conn) Receive(message any) ([]*os.File, error) {
 		if missing == 0 {
 			files := c.files
 			c.files = nil
-			if err := json.Unmarshal(body, message); err != nil {
+			if err := decode(body, message); err != nil {
 				return nil, errors.Join(fmt.Errorf("decode %T: %w", message, err), closeAll(files))
 			}
 			c.in = nil

@@ -90,6 +90,7 @@ func (e *Exec) streams() []**os.File { return []**os.File{&e.Stdin, &e.Stdout, &
 // caller still owns them.
 func (e *Exec) PassFiles() (*Exec, []*os.File) {
 	request := *e
+	request.CgroupsPath, request.SystemdCgroup = "", false
 	var files []*os.File
 	if len(e.Keep) == KeptFDs {
 		files = slices.Clone(e.Keep)

@@ -152,12 +152,23 @@ func replaceInitPipe(config map[string]json.RawMessage) error {
 	if err != nil {
 		return os.NewSyscallError("socketpair", err)
 	}
-	go func() { // it ends when libcontainer has read everything, or with the process
-		ours := os.NewFile(uintptr(pair[1]), "init")
-		defer ours.Close()
-		_, _ = ours.Write(data) // libcontainer reports an error if it cannot read the configuration
-	}()
-	return os.Setenv(initPipe, strconv.Itoa(pair[0]))
+	ours := os.NewFile(uintptr(pair[1]), "init")
+	// Usually all of it fits into the socket. A goroutine would have to wait for this process's only
+	// P while libcontainer reads.
+	sent, err := unix.SendmsgN(pair[1], data, nil, nil, unix.MSG_DONTWAIT)
+	if err != nil {
+		return errors.Join(os.NewSyscallError("sendmsg", err), ours.Close())
+	}
+	rest := data[sent:]
+	if len(rest) == 0 {
+		err = ours.Close()
+	} else {
+		go func() { // it ends when libcontainer has read everything, or with the process
+			defer ours.Close()
+			_, _ = ours.Write(rest) // libcontainer reports an error if it cannot read everything
+		}()
+	}
+	return errors.Join(err, os.Setenv(initPipe, strconv.Itoa(pair[0])))
 }
 
 // execute installs the filter and executes the program at path. It returns only on an error before

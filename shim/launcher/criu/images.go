@@ -8,8 +8,6 @@ import (
 	"io"
 	"os"
 
-	"google.golang.org/protobuf/encoding/protowire"
-
 	"berth/internal/safefs"
 )
 
@@ -35,37 +33,24 @@ const (
 // has several nested messages, they count as one message, whose encoding is the concatenation of
 // all. The specification of protobuf says so, and CRIU's decoder does the same.
 type fields struct {
-	numbers  map[protowire.Number]uint64
-	texts    map[protowire.Number][]byte
-	messages map[protowire.Number][]byte
+	numbers  map[int]uint64
+	texts    map[int][]byte
+	messages map[int][]byte
 }
 
 // decode decodes a message, but not its nested messages.
 func decode(data []byte) (fields, error) {
-	f := fields{map[protowire.Number]uint64{}, map[protowire.Number][]byte{}, map[protowire.Number][]byte{}}
-	for len(data) > 0 {
-		number, kind, n := protowire.ConsumeTag(data)
-		if n < 0 {
-			return f, protowire.ParseError(n)
+	all := fields{map[int]uint64{}, map[int][]byte{}, map[int][]byte{}}
+	return all, eachField(data, func(f field) error {
+		switch f.kind {
+		case varintKind:
+			all.numbers[f.number] = f.integer()
+		case bytesKind:
+			all.texts[f.number] = f.content
+			all.messages[f.number] = append(all.messages[f.number], f.content...)
 		}
-		data = data[n:]
-		switch kind {
-		case protowire.VarintType:
-			f.numbers[number], n = protowire.ConsumeVarint(data)
-		case protowire.BytesType:
-			var text []byte
-			text, n = protowire.ConsumeBytes(data)
-			f.texts[number] = text
-			f.messages[number] = append(f.messages[number], text...)
-		default:
-			n = protowire.ConsumeFieldValue(number, kind, data)
-		}
-		if n < 0 {
-			return f, protowire.ParseError(n)
-		}
-		data = data[n:]
-	}
-	return f, nil
+		return nil
+	})
 }
 
 // eachEntry calls do with the fields of each entry of an image.

@@ -10,8 +10,6 @@ import (
 	"os"
 	"slices"
 
-	"google.golang.org/protobuf/encoding/protowire"
-
 	"berth/internal/safefs"
 )
 
@@ -30,7 +28,7 @@ const (
 
 // mountFields has the numbers of the fields with the ID of a mount. The key is the field of the
 // file's kind in an entry (criu/images/fdinfo.proto): a regular file or a unix socket.
-var mountFields = map[protowire.Number]protowire.Number{3: 7, 16: 17}
+var mountFields = map[int]int{3: 7, 16: 17}
 
 // Inside returns the changed images, by name, for a CRIU that runs in the container's own
 // namespaces. CRIU makes a namespace only if the saved namespace of the processes differs from
@@ -104,16 +102,17 @@ func filesWithoutMounts(dir *safefs.Dir) ([]byte, error) {
 	out = binary.LittleEndian.AppendUint32(out, filesMagic)
 	err := eachMessage(dir, filesImage, filesMagic, func(data []byte) error {
 		var entry []byte
-		err := eachField(data, func(number protowire.Number, field, value []byte) {
-			mount, found := mountFields[number]
+		err := eachField(data, func(f field) error {
+			mount, found := mountFields[f.number]
 			if !found {
-				entry = append(entry, field...)
-				return
+				entry = append(entry, f.encoded...)
+				return nil
 			}
-			value = protowire.AppendTag(slices.Clone(value), mount, protowire.VarintType) // the last value of a field counts
-			value = protowire.AppendVarint(value, protowire.EncodeZigZag(-1))
-			entry = protowire.AppendTag(entry, number, protowire.BytesType)
-			entry = protowire.AppendBytes(entry, value)
+			const none = 1 // -1, as protobuf encodes signed integers
+			// The last value of a field counts.
+			value := appendInteger(slices.Clone(f.bytes()), mount, none)
+			entry = appendBytes(entry, f.number, value)
+			return nil
 		})
 		out = appendEntry(out, entry)
 		return err
@@ -151,45 +150,25 @@ func readInventory(dir *safefs.Dir) ([]byte, error) {
 func replaceRootIDs(inventory, process []byte) ([]byte, error) {
 	var root bytes.Buffer
 	out := make([]byte, 0, len(inventory)+len(process))
-	err := eachField(inventory, func(number protowire.Number, field, value []byte) {
-		if number == rootIDs {
-			root.Write(value)
-			return
+	err := eachField(inventory, func(f field) error {
+		if f.number == rootIDs {
+			root.Write(f.bytes())
+			return nil
 		}
-		out = append(out, field...)
+		out = append(out, f.encoded...)
+		return nil
 	})
 	if err != nil {
 		return nil, err
 	}
-	err = eachField(process, func(number protowire.Number, field, _ []byte) {
-		if number > pidNamespace {
-			root.Write(field) // the last value of a field counts
+	err = eachField(process, func(f field) error {
+		if f.number > pidNamespace {
+			root.Write(f.encoded) // the last value of a field counts
 		}
+		return nil
 	})
 	if err != nil {
 		return nil, err
 	}
-	out = protowire.AppendTag(out, rootIDs, protowire.BytesType)
-	return protowire.AppendBytes(out, root.Bytes()), nil
-}
-
-// eachField calls do with each field of a message: its encoding, and its value if that is bytes.
-func eachField(data []byte, do func(number protowire.Number, field, value []byte)) error {
-	for len(data) > 0 {
-		number, kind, n := protowire.ConsumeTag(data)
-		if n < 0 {
-			return protowire.ParseError(n)
-		}
-		size := protowire.ConsumeFieldValue(number, kind, data[n:])
-		if size < 0 {
-			return protowire.ParseError(size)
-		}
-		var value []byte
-		if kind == protowire.BytesType {
-			value, _ = protowire.ConsumeBytes(data[n:])
-		}
-		do(number, data[:n+size], value)
-		data = data[n+size:]
-	}
-	return nil
+	return appendBytes(out, rootIDs, root.Bytes()), nil
 }

@@ -7,7 +7,6 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
-	"google.golang.org/protobuf/encoding/protowire"
 
 	"berth/internal/safefs"
 )
@@ -54,8 +53,7 @@ func WithoutLinks(images *os.File) (map[string][]byte, error) {
 					supplied++
 				}
 				// The last value of a field counts.
-				data = protowire.AppendTag(data, mountFlags, protowire.VarintType)
-				data = protowire.AppendVarint(data, options)
+				data = appendInteger(data, mountFlags, options)
 			}
 			out = binary.LittleEndian.AppendUint32(out, uint32(len(data)))
 			out = append(out, data...)

@@ -9,8 +9,6 @@ import (
 	"sort"
 	"strings"
 
-	"google.golang.org/protobuf/encoding/protowire"
-
 	"berth/internal/safefs"
 )
 
@@ -197,25 +195,13 @@ func (m *pages) close() {
 }
 
 // eachOf calls do with each message of a repeated field.
-func eachOf(data []byte, field protowire.Number, do func([]byte) error) error {
-	for len(data) > 0 {
-		number, kind, n := protowire.ConsumeTag(data)
-		if n < 0 {
-			return protowire.ParseError(n)
+func eachOf(data []byte, number int, do func([]byte) error) error {
+	return eachField(data, func(f field) error {
+		if f.number != number || f.kind != bytesKind {
+			return nil
 		}
-		data = data[n:]
-		if n = protowire.ConsumeFieldValue(number, kind, data); n < 0 {
-			return protowire.ParseError(n)
-		}
-		if number == field && kind == protowire.BytesType {
-			entry, _ := protowire.ConsumeBytes(data)
-			if err := do(entry); err != nil {
-				return err
-			}
-		}
-		data = data[n:]
-	}
-	return nil
+		return do(f.content)
+	})
 }
 
 // VDSO returns the content of this kernel's vDSO, which every process has; nil if it has none.

@@ -3,8 +3,6 @@ package criu
 import (
 	"fmt"
 
-	"google.golang.org/protobuf/encoding/protowire"
-
 	"berth/internal/safefs"
 )
 
@@ -35,29 +33,21 @@ func HighestPID(images string) (highest int, err error) {
 // the process ID of a process that runs, and uninitialized memory of CRIU for a zombie.
 func idsOf(entry []byte) ([]int, error) {
 	var ids, threads []int
-	for len(entry) > 0 {
+	err := eachField(entry, func(f field) error {
 		// The fields up to the threads are such IDs. CRIU does not pack the threads.
-		number, kind, n := protowire.ConsumeTag(entry)
-		if n < 0 {
-			return nil, protowire.ParseError(n)
-		}
-		entry = entry[n:]
 		const threadIDs = 5
-		to := &ids
-		if number == threadIDs {
-			to = &threads
+		id := int(int32(f.integer())) // -1 is the group of an ended process
+		switch {
+		case f.kind != varintKind || f.number > threadIDs:
+		case f.number == threadIDs:
+			threads = append(threads, id)
+		default:
+			ids = append(ids, id)
 		}
-		if kind == protowire.VarintType && number <= threadIDs {
-			var id uint64
-			id, n = protowire.ConsumeVarint(entry)
-			*to = append(*to, int(int32(id))) // -1 is the group of an ended process
-		} else {
-			n = protowire.ConsumeFieldValue(number, kind, entry)
-		}
-		if n < 0 {
-			return nil, protowire.ParseError(n)
-		}
-		entry = entry[n:]
+		return nil
+	})
+	if err != nil {
+		return nil, err
 	}
 	if len(threads) > 1 {
 		ids = append(ids, threads...)

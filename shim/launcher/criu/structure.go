@@ -1,12 +1,11 @@
 package criu
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io/fs"
 	"os"
-
-	"google.golang.org/protobuf/encoding/protowire"
 
 	"berth/internal/safefs"
 )
@@ -205,33 +204,19 @@ func isZero(data []byte) bool {
 }
 
 // eachNumber calls do with each value of a repeated field of integers, packed or not.
-func eachNumber(data []byte, field protowire.Number, do func(uint64)) error {
-	for len(data) > 0 {
-		number, kind, n := protowire.ConsumeTag(data)
-		if n < 0 {
-			return protowire.ParseError(n)
+func eachNumber(data []byte, number int, do func(uint64)) error {
+	return eachField(data, func(f field) error {
+		if f.number != number {
+			return nil
 		}
-		data = data[n:]
-		size := protowire.ConsumeFieldValue(number, kind, data)
-		if size < 0 {
-			return protowire.ParseError(size)
-		}
-		value := data[:size]
-		data = data[size:]
-		if number != field {
-			continue
-		}
-		if kind == protowire.BytesType {
-			value, _ = protowire.ConsumeBytes(value)
-		}
-		for len(value) > 0 {
-			v, n := protowire.ConsumeVarint(value)
-			if n < 0 {
-				return protowire.ParseError(n)
+		for value := f.content; len(value) > 0; {
+			v, n := binary.Uvarint(value)
+			if n <= 0 {
+				return errWire
 			}
 			do(v)
 			value = value[n:]
 		}
-	}
-	return nil
+		return nil
+	})
 }
