@@ -249,8 +249,9 @@ func (n *node) failures(t *testing.T) map[string]int {
 
 var (
 	// otherCauses are errors that kubelet logs now and then whether or not berth is replaced. It asks
-	// for the status of a container that it has removed meanwhile, and it notices a busy machine.
-	otherCauses = regexp.MustCompile(`"ContainerStatus from runtime service failed" .*code = NotFound .*pod="churn|Housekeeping took longer`)
+	// for the status of a container that it has removed meanwhile, it notices a busy machine, and
+	// cAdvisor watches a cgroup that has just been removed.
+	otherCauses = regexp.MustCompile(`"ContainerStatus from runtime service failed" .*code = NotFound .*pod="churn|Housekeeping took longer|Failed to watch directory`)
 	// klogHead is the head of a klog line: level, date, time, thread.
 	klogHead = regexp.MustCompile(`^([IWEF])\d{4} \S+ +\d+ `)
 	numbers  = regexp.MustCompile(`[0-9a-f]*[0-9][0-9a-f-]*`)
