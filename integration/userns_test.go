@@ -281,7 +281,7 @@ func TestVolumesInUserNamespace(t *testing.T) {
 	})
 	t.Run("without a user namespace", func(t *testing.T) {
 		out := d.RunPod(t).Sh(t, "stat -c %u:%g /mapped/users",
-			harness.Mount(&runtimeapi.Mount{HostPath: mapped, ContainerPath: "/mapped", UidMappings: idMapping(base), GidMappings: idMapping(base)}))
+			harness.Mount(&runtimeapi.Mount{HostPath: mapped, ContainerPath: "/mapped", SelinuxRelabel: true, UidMappings: idMapping(base), GidMappings: idMapping(base)}))
 		harness.Equal(t, "owners", out, fmt.Sprintf("%d:%d\n", base+7, base+8))
 	})
 }

@@ -69,7 +69,7 @@ func nextField(data []byte) (f field, err error) {
 		return f, errWire
 	}
 	f.number, f.kind = int(tag>>3), kind(tag&7)
-	size := 0
+	var size int
 	switch value := data[begin:]; f.kind {
 	case varintKind:
 		_, size = binary.Uvarint(value)
