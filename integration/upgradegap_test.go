@@ -37,7 +37,7 @@ type prober struct {
 
 const (
 	probePause = 10 * time.Millisecond
-	mostProbes = 50 // at the same time: a client that calls faster than a busy node answers helps nobody
+	mostProbes = 50 // at the same time, because a busy node answers more slowly than this client calls
 )
 
 // run probes until ctx ends, and returns when all calls have ended.
