@@ -33,7 +33,7 @@ const (
 
 // errUnresponsive means that a launcher did not read its request, because it is frozen, slow or
 // dead. Another launcher can get the request.
-var errUnresponsive = errors.New("the launcher does not read its request")
+var errUnresponsive = errdefs.Internal("the launcher does not read its request")
 
 // launchWith sends the request to p and waits for the reply. It returns whether p waits for its
 // next request.
@@ -223,7 +223,7 @@ func (w *requestWatch) result(err error) error {
 	w.timer.Stop()
 	w.over = true
 	if errors.Is(err, proto.ErrUnread) {
-		return fmt.Errorf("%w: %w", errUnresponsive, err)
+		return fmt.Errorf("the launcher is lost: %w: %w", errUnresponsive, err)
 	}
 	if !w.unresponsive || errors.Is(err, errUnresponsive) {
 		return err

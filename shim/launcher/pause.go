@@ -430,7 +430,7 @@ func (b *pauseBackend) execute() error {
 		return errors.Join(sayErr, err)
 	}
 	_, reportErr := b.receive(b.child, pauseReady) // only a failure is reported
-	if errors.Is(reportErr, io.EOF) || errors.Is(reportErr, proto.ErrUnread) {
+	if errors.Is(reportErr, io.EOF) {
 		reportErr = b.checkAlive()
 	}
 	_ = first.Wait() // its status does not matter
