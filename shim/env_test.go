@@ -16,6 +16,7 @@ import (
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 
 	"berth/internal/cgroup"
 	"berth/internal/pidfd"
@@ -361,6 +362,7 @@ func checkTraces(tb testing.TB, before map[string]bool) {
 	tb.Helper()
 	var more []string
 	for deadline := time.Now().Add(patience); ; time.Sleep(time.Millisecond) {
+		reapOrphans()
 		more = nil
 		for trace := range traces(tb) {
 			if !before[trace] && !strings.HasPrefix(trace, "file anon_inode:[event") && !strings.HasPrefix(trace, "file anon_inode:[pidfd] ") {
@@ -377,6 +379,16 @@ func checkTraces(tb testing.TB, before map[string]bool) {
 			stat, _ = os.ReadFile(fields[1] + "/stat") // a zombie's name and parent are only there
 		}
 		tb.Errorf("leaked: %s %s", trace, stat)
+	}
+}
+
+// reapOrphans reaps the ended children, as process 1 does on a host: a launcher that ends leaves the
+// inits and monitors of its launches.
+func reapOrphans() {
+	for {
+		if pid, err := unix.Wait4(-1, nil, unix.WNOHANG, nil); err != unix.EINTR && pid <= 0 {
+			return
+		}
 	}
 }
 

@@ -30,7 +30,7 @@ func (l *Launchers) Exec(ctx context.Context, req *proto.Exec) (*Exec, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	e, err := l.execWith(ctx, req, func() (*launcher, error) { return l.take(true, req.ID) })
+	e, err := l.execWith(ctx, req, func() (*launcher, error) { return l.take(true, req.ID, req.Runtime != nil) })
 	if errors.Is(err, errUnresponsive) {
 		if ctx.Err() != nil { // the command must not run after its client's deadline
 			return nil, context.Cause(ctx)

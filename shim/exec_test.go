@@ -484,7 +484,7 @@ func TestReturningLauncherStartsNoOther(t *testing.T) {
 	})
 	for range 3000 {
 		e.lend(1)
-		e.giveBack(e.pop(""))
+		e.giveBack(e.pop("", false))
 	}
 	stop()
 	looking.Wait()
@@ -521,7 +521,7 @@ func TestSpareLaunchersRetireWhileOthersServe(t *testing.T) {
 				}
 				serve := func(i int) (left int) {
 					id := takenFor(i)
-					p := l.pop(id)
+					p := l.pop(id, false)
 					l.idleAs(p.pid, cmp.Or(id, p.loaded))
 					_, rest := l.takeSpare()
 					left, enough := l.idleNow()
@@ -577,13 +577,30 @@ func TestExecTakesLauncherWithItsContainer(t *testing.T) {
 		for pid, knows := range test.idle {
 			l.idleAs(pid, knows)
 		}
-		p := l.pop(test.execIn)
+		p := l.pop(test.execIn, false)
 		if left, _ := l.idleNow(); p == nil || p.pid != test.want || left != len(test.idle)-1 {
 			t.Errorf("%s: launcher %+v, want %d; there are %d", name, p, test.want, left)
 		}
 	}
-	if p := (&Launchers{}).pop("a"); p != nil {
+	if p := (&Launchers{}).pop("a", false); p != nil {
 		t.Errorf("of none there is %+v", p)
+	}
+}
+
+// An OCI runtime's launch gets no launcher that is the parent of containers.
+func TestChooseAChildlessLauncher(t *testing.T) {
+	l := &Launchers{cfg: Config{Idle: 2}}
+	l.idleAs(0, "a")
+	l.idleAs(1, "")
+	l.idle[1].parent = true
+	if p := l.pop("", true); p == nil || p.pid != 0 {
+		t.Errorf("launcher %+v, want 0", p)
+	}
+	if p := l.pop("", true); p != nil {
+		t.Errorf("launcher %+v is a parent", p)
+	}
+	if p := l.pop("", false); p == nil || p.pid != 1 {
+		t.Errorf("launcher %+v, want 1", p)
 	}
 }
 

@@ -4,12 +4,17 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"berth/internal/cgroup"
 	"berth/internal/failpoint"
+	"berth/internal/pidfd"
 	"berth/shim/ociruntime"
 	"berth/shim/proto"
 )
@@ -32,7 +37,8 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	plainPause := req.Pause == proto.PlainPause // its launcher will serve again
+	plainPause := req.Pause == proto.PlainPause
+	req.Lasts = l.lasts(req)
 	switch {
 	case plainPause && cgroup.MovesItself(req.SystemdCgroup):
 		defer l.Expect() // the pod's containers will follow
@@ -41,12 +47,12 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	default:
 		defer l.expect()()
 	}
-	if plainPause {
+	if plainPause || req.Lasts { // the launcher will serve again
 		l.lend(1)
 		defer l.wantMore() // starts another launcher if this one is lost
 		defer l.lend(-1)
 	}
-	p, err := l.takeFor(ctx, req.Spec)
+	p, err := l.takeFor(ctx, req)
 	if err != nil {
 		return nil, err
 	}
@@ -66,11 +72,21 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	}
 	switch {
 	case again && err == nil:
+		p.parent = p.parent || req.Lasts
 		l.put(p)
-	case req.Pause != "" || err != nil:
+	case req.Pause != "" || req.Lasts || err != nil:
 		l.retire(p)
 	}
 	return started, err
+}
+
+// lasts returns whether the launcher can serve again after the launch (proto.Launch.Lasts). In the
+// host's PID namespace the monitor must be an ancestor of the container. CRIU and OCI runtimes
+// expect to be children of the monitor.
+func (l *Launchers) lasts(req *proto.Launch) bool {
+	return l.keepsStatus && req.Pause == "" && req.Runtime == nil && req.Restore == nil &&
+		req.Spec != nil && req.Spec.Linux != nil &&
+		slices.ContainsFunc(req.Spec.Linux.Namespaces, func(ns specs.LinuxNamespace) bool { return ns.Type == specs.PIDNamespace })
 }
 
 // cleanUp kills a launcher that failed to finish, and removes the remains of its launch.
@@ -78,7 +94,31 @@ func (l *Launchers) cleanUp(p *launcher, req *proto.Launch) error {
 	if err := kill(p.proc); err != nil {
 		return fmt.Errorf("kill the launcher: %w", err)
 	}
+	if err := killMonitor(req.Dir); err != nil {
+		return err
+	}
 	return l.removeLaunch(req)
+}
+
+// killMonitor kills the process of a shim record and waits for its end. A monitor whose launcher is
+// lost would write an exit record.
+func killMonitor(dir string) error {
+	ids, err := ReadShim(dir)
+	if unread := (*fs.PathError)(nil); errors.As(err, &unread) && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	if err != nil {
+		return nil // the launch was undone
+	}
+	proc, err := pidfd.OpenVerified(ids.MonitorPID, ids.MonitorStartTime)
+	if errors.Is(err, os.ErrProcessDone) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("find the monitor: %w", err)
+	}
+	defer proc.Close()
+	return kill(proc)
 }
 
 // cleanUpUnresponsive is cleanUp for a launcher that has not read its request.

@@ -361,7 +361,7 @@ func TestShimLost(t *testing.T) {
 func TestIdleLauncherDies(t *testing.T) {
 	e := newEnv(t)
 	var p *launcher
-	e.until("a launcher is idle", func() bool { p = e.pop(""); return p != nil })
+	e.until("a launcher is idle", func() bool { p = e.pop("", false); return p != nil })
 	e.put(p)
 	if err := pidfd.Signal(p.proc, unix.SIGKILL); err != nil {
 		t.Fatal(err)

@@ -43,6 +43,8 @@ type Launchers struct {
 	filters   *os.File      // compiled seccomp filters that all launchers share
 	exe       *os.File      // sealed copy of ShimPath, so containers cannot write to it (CVE-2019-5736), and launchers need not copy it
 
+	keepsStatus bool // the kernel keeps the exit status of a reaped process (Linux 6.15)
+
 	refill chan struct{} // wakes keepFilled; capacity 1
 	ctx    context.Context
 	stop   context.CancelFunc
@@ -103,6 +105,8 @@ func New(cfg Config) (*Launchers, error) {
 		exe:       exe,
 		filters:   filters,
 		refill:    make(chan struct{}, 1),
+
+		keepsStatus: pidfd.KeepsStatus(),
 	}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	l.owned.Go(l.keepFilled)
@@ -148,6 +152,7 @@ type launcher struct {
 	pid  int
 	proc *os.File // pidfd
 
+	parent bool   // of containers that it has launched
 	loaded string // ID of the container whose state it has cached since its last exec; empty: none
 }
 

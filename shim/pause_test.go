@@ -259,9 +259,12 @@ func TestLauncherServesAfterPause(t *testing.T) {
 	if now := e.idlePIDs(); !slices.Equal(now, before) {
 		t.Fatalf("launchers %v were not kept, there are %v", before, now)
 	}
-	c := e.run("container", "exit 3")
-	if !slices.Contains(before, c.MonitorPID) {
-		t.Errorf("launcher %d launched the container, none of %v", c.MonitorPID, before)
+	c := e.run("container", "read x; exit 3", withStdin)
+	if got := c.launcherOf(); !slices.Contains(before, got) {
+		t.Errorf("launcher %d launched the container, none of %v", got, before)
+	}
+	if err := OpenMonitor(c.Dir).CloseStdin(t.Context()); err != nil {
+		t.Fatal(err)
 	}
 	if exit := c.wait(); exit.Code != 3 {
 		t.Errorf("exit = %+v", exit)

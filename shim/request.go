@@ -67,7 +67,7 @@ func (l *Launchers) launchWith(
 		err = errors.Join(errdefs.Internal("the launcher is lost: %w", err), l.cleanUp(p, req))
 	case reply.Error != nil:
 		err = failure(ctx, reply.Error)
-	case reply.Started == nil || len(files) != 1:
+	case reply.Started == nil || len(files) != 1 && !req.Lasts || len(files) != 2 && req.Lasts:
 		err = errors.Join(errdefs.Internal("unexpected reply from the launcher"), l.cleanUp(p, req))
 	}
 	failpoint.Reach("launch.answered")
@@ -76,7 +76,7 @@ func (l *Launchers) launchWith(
 		return nil, false, errors.Join(err, closeFiles(files))
 	}
 	trace.Add(ctx, withTransfer(reply.Started.Steps, sent))
-	started, err := l.started(p, req, reply.Started, files[0])
+	started, err := l.started(p, req, reply.Started, files)
 	return started, reply.Started.Again, err
 }
 
@@ -127,16 +127,20 @@ func (l *Launchers) receive(ctx context.Context, p *launcher, reply *proto.Reply
 
 // started adds the files to the result. The caller owns them.
 func (l *Launchers) started(
-	p *launcher, req *proto.Launch, s *proto.Started, init *os.File,
+	p *launcher, req *proto.Launch, s *proto.Started, files []*os.File,
 ) (_ *proto.Started, err error) {
-	if s.Init, err = pidfd.FromFile(init); err != nil {
+	s.Init, err = pidfd.FromFile(files[0])
+	if err == nil && req.Lasts {
+		s.Shim, err = pidfd.FromFile(files[1])
+	}
+	if err != nil {
 		return nil, errors.Join(err, l.cleanUp(p, req))
 	}
-	if req.Pause != "" {
+	if req.Pause != "" || req.Lasts {
 		return s, nil
 	}
 	s.Shim = p.proc
-	// The launcher has become the monitor, which does not use the connection.
+	// The launcher becomes the monitor, which does not use the connection.
 	if err := p.conn.Close(); err != nil {
 		l.cfg.Log.Warn("close connection to launcher", "pid", p.pid, "error", err)
 	}

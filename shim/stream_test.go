@@ -68,7 +68,8 @@ func TestKillOfAnExecDuringALaunch(t *testing.T) {
 	if err := unix.Mkfifo(fifo, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	req := e.request("launched", "exit 3")
+	req := e.request("launched", "read x; exit 3")
+	req.Stdin = true
 	req.Spec.Hooks = &specs.Hooks{CreateRuntime: []specs.Hook{{Path: "/bin/sh", Args: []string{"sh", "-c", "read go <" + fifo}}}}
 	killed := make(chan error, 1)
 	go func() {
@@ -86,8 +87,11 @@ func TestKillOfAnExecDuringALaunch(t *testing.T) {
 	if err := <-killed; err != nil {
 		t.Fatal(err)
 	}
-	if c.MonitorPID != p.pid {
-		t.Fatalf("launcher %d got the request, %d launched the container", p.pid, c.MonitorPID)
+	if got := c.launcherOf(); got != p.pid {
+		t.Fatalf("launcher %d got the request, %d launched the container", p.pid, got)
+	}
+	if err := OpenMonitor(c.Dir).CloseStdin(t.Context()); err != nil {
+		t.Fatal(err)
 	}
 	if exit := c.wait(); exit.Code != 3 {
 		t.Errorf("exit = %+v", exit)

@@ -24,12 +24,13 @@ import (
 //
 // A launcher has had its mount namespace since it started. Later mounts reach it only through
 // shared mounts. A mount that became shared later has no peer in the launcher. A remount never
-// propagates, for example the second step of a read-only bind mount.
-func (l *Launchers) takeFor(ctx context.Context, spec *specs.Spec) (*launcher, error) {
+// propagates, for example the second step of a read-only bind mount. A launcher that lasts copies
+// the mounts for each launch.
+func (l *Launchers) takeFor(ctx context.Context, req *proto.Launch) (*launcher, error) {
 	defer trace.Begin(ctx, "get launcher").End() // it may have to start one
-	p, err := l.take(l.cfg.Warm, "")
-	sources := hostPaths(spec)
-	if err != nil || !l.cfg.Warm || len(sources) == 0 {
+	p, err := l.take(l.cfg.Warm, "", req.Pause != proto.PlainPause && !req.Lasts)
+	sources := hostPaths(req.Spec)
+	if err != nil || !l.cfg.Warm || req.Lasts || len(sources) == 0 {
 		return p, err
 	}
 	same, err := sameView(p.pid, sources)
@@ -44,10 +45,11 @@ func (l *Launchers) takeFor(ctx context.Context, spec *specs.Spec) (*launcher, e
 }
 
 // take returns an idle launcher, or starts one. execIn is the container of an exec, and empty for a
-// launch. take skips launchers that have died while idle.
-func (l *Launchers) take(mayBeIdle bool, execIn string) (*launcher, error) {
+// launch. take skips launchers that have died while idle. With childless it skips those that are
+// parents of containers: CRIU, an OCI runtime or a future monitor take each child for their own.
+func (l *Launchers) take(mayBeIdle bool, execIn string, childless bool) (*launcher, error) {
 	for mayBeIdle {
-		p := l.pop(execIn)
+		p := l.pop(execIn, childless)
 		if p == nil {
 			break
 		}
@@ -64,14 +66,21 @@ func (l *Launchers) take(mayBeIdle bool, execIn string) (*launcher, error) {
 	return l.start()
 }
 
-// pop removes a launcher from the pool and returns it, or nil if the pool is empty.
-func (l *Launchers) pop(execIn string) *launcher {
+// pop removes a launcher from the pool and returns it, or nil if the pool has none.
+func (l *Launchers) pop(execIn string, childless bool) *launcher {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if len(l.idle) == 0 {
 		return nil
 	}
-	return l.takeAt(l.choose(execIn))
+	at := l.choose(execIn)
+	if childless && l.idle[at].parent {
+		at = slices.IndexFunc(l.idle, func(p idleLauncher) bool { return !p.parent })
+	}
+	if at < 0 {
+		return nil
+	}
+	return l.takeAt(at)
 }
 
 // choose returns the index of the best launcher. An exec prefers the launcher that has loaded its

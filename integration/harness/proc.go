@@ -91,7 +91,7 @@ func infoPID(t *testing.T, info map[string]string) int {
 	return parsed.PID
 }
 
-// LauncherOf returns the process ID of a container's launcher, which becomes its monitor.
+// LauncherOf returns the process ID of a container's launcher, and later of its monitor.
 func LauncherOf(t *testing.T, d *Daemon, c *Container) (pid int) {
 	t.Helper()
 	data := Get(os.ReadFile(filepath.Join(d.State, "c", c.Id, "shim")))(t)
@@ -103,10 +103,11 @@ func LauncherOf(t *testing.T, d *Daemon, c *Container) (pid int) {
 // MonitorOf returns the process ID of a container's monitor.
 func MonitorOf(t *testing.T, d *Daemon, c *Container) int {
 	t.Helper()
-	pid := LauncherOf(t, d, c)
+	var pid int
 	// A SIGSTOP before the launcher executes the monitor would be lost, because execve ends the
 	// other threads and with them the stop.
-	Eventually(t, "the launcher is the monitor", func() error {
+	Eventually(t, "the container has a monitor", func() error {
+		pid = LauncherOf(t, d, c)
 		comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
 		if err == nil && string(comm) != "berth-monitor\n" {
 			err = Unexpected("program", string(comm), "berth-monitor")

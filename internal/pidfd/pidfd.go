@@ -422,3 +422,22 @@ func GetFile(f *os.File, number int, name string) (*os.File, error) {
 	}
 	return os.NewFile(uintptr(got), name), nil
 }
+
+// KeepsStatus returns whether the kernel keeps the exit status of a reaped process for its pidfds
+// (PIDFD_INFO_EXIT, Linux 6.15). Older kernels since 6.13 accept the request, but have no status.
+func KeepsStatus() bool {
+	var u unix.Utsname
+	if unix.Uname(&u) != nil {
+		return false
+	}
+	return keepsStatus(unix.ByteSliceToString(u.Release[:]))
+}
+
+// keepsStatus is KeepsStatus for the release of a kernel.
+func keepsStatus(release string) bool {
+	var major, minor int
+	if n, _ := fmt.Sscanf(release, "%d.%d", &major, &minor); n != 2 { // another kernel
+		return false
+	}
+	return major > 6 || major == 6 && minor >= 15
+}

@@ -315,3 +315,22 @@ func TestGetFile(t *testing.T) {
 		t.Errorf("dead process: %v", err)
 	}
 }
+
+func TestKeepsStatus(t *testing.T) {
+	for release, want := range map[string]bool{
+		"6.15.0":               true,
+		"6.15-rc1":             true,
+		"6.18.44-fc":           true,
+		"7.2.1+deb14-amd64":    true,
+		"10.0":                 true,
+		"6.14.9":               false,
+		"6.1.0-37-cloud-amd64": false,
+		"5.20.1":               false,
+		"":                     false,
+		"gVisor":               false,
+	} {
+		if got := keepsStatus(release); got != want {
+			t.Errorf("%q: %v", release, got)
+		}
+	}
+}

@@ -3,6 +3,7 @@ package pidfd
 import (
 	"errors"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -26,20 +27,25 @@ func KillTree(pid int, fd *os.File) error {
 	return err
 }
 
-// Below returns the descendants of root, parents before children.
-func Below(root int) ([]int, error) {
+// Below returns the descendants of root, parents before children. It leaves out some processes and
+// their descendants.
+func Below(root int, except ...int) ([]int, error) {
 	children, err := processTree()
 	if err != nil {
 		return nil, err
 	}
+	for _, pid := range except {
+		delete(children, pid)
+	}
+	leftOut := func(pid int) bool { return slices.Contains(except, pid) }
 	var all []int
-	for next := children[root]; len(next) > 0; {
+	for next := slices.DeleteFunc(children[root], leftOut); len(next) > 0; {
 		var below []int
 		for _, pid := range next {
 			below = append(below, children[pid]...)
 		}
 		all = append(all, next...)
-		next = below
+		next = slices.DeleteFunc(below, leftOut)
 	}
 	return all, nil
 }

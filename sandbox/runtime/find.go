@@ -54,12 +54,12 @@ func openInit(ids proto.PIDs) (*os.File, error) {
 	return init, err
 }
 
-// HandoverTimeout bounds the wait for an earlier daemon's launcher. It becomes a monitor, or
-// notices that its daemon is gone and undoes the launch.
+// HandoverTimeout bounds the wait for an earlier daemon's launcher. It hands over to a monitor or
+// becomes one, or notices that its daemon is gone and undoes the launch.
 const HandoverTimeout = 15 * time.Second
 
 // openMonitor returns the pidfd of a container's monitor, or nil if there is no monitor. It waits
-// until a working launcher becomes a monitor or exits.
+// until a working launcher has a monitor, becomes one or exits.
 func (k Processes) openMonitor(ctx context.Context, id string) (*os.File, proto.PIDs, error) {
 	ctx, cancel := context.WithTimeout(ctx, HandoverTimeout)
 	defer cancel()

@@ -24,7 +24,9 @@ func (c *launch) prepareMonitor() error {
 	if c.Pause != "" {
 		return nil
 	}
-	signal.Ignore(proto.IgnoredSignals...)
+	if !c.Lasts {
+		signal.Ignore(proto.IgnoredSignals...)
+	}
 	if err := c.l.enterHost(); err != nil {
 		return err
 	}
@@ -46,6 +48,7 @@ func (c *launch) prepareMonitor() error {
 		Stderr:    fd(c.io.stderr),
 		Console:   fd(c.io.console),
 		Verdict:   -1,
+		Gate:      -1,
 	}
 	if c.LogPath != "" {
 		c.monitor.LogDir, c.monitor.LogPath = cleanLogPath(c.LogDir, c.LogPath)
@@ -201,12 +204,17 @@ func openOOM(paths map[string]string) (file, notify *os.File) {
 // Other threads stay in the launcher's namespace, and execve ends them.
 func (l *launcher) enterHost() error {
 	runtime.LockOSThread()
+	return enterMounts(l.hostMnt)
+}
+
+// enterMounts moves the thread, to which the goroutine is locked, to a mount namespace.
+func enterMounts(ns *os.File) error {
 	// The kernel refuses setns to a thread that shares root and working directory.
 	if err := unix.Unshare(unix.CLONE_FS); err != nil {
 		return os.NewSyscallError("unshare(CLONE_FS)", err)
 	}
-	if err := unix.Setns(int(l.hostMnt.Fd()), unix.CLONE_NEWNS); err != nil {
-		return os.NewSyscallError("setns to the host's mount namespace", err)
+	if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNS); err != nil {
+		return os.NewSyscallError("setns to a mount namespace", err)
 	}
 	return os.NewSyscallError("chdir", unix.Chdir("/"))
 }

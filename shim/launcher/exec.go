@@ -346,7 +346,7 @@ func (e *execution) abandon() {
 		_, _ = e.backend.wait() // the result only says that it was killed
 	}
 	e.io.abandon()
-	endChildren(killTimeout) // left by a start that failed or was killed
+	e.l.endChildren(killTimeout) // left by a start that failed or was killed
 	failpoint.Reach("launcher.exec-abandoned")
 	e.removeCgroup()
 }

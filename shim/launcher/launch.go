@@ -49,6 +49,12 @@ type launch struct {
 	// fail.
 	unrepeatable bool
 
+	// Only for a launcher that lasts.
+	ownMounts *os.File // the mount namespace with the container's mounts
+	gate      *os.File // lets the monitor begin; see startMonitor
+	monitored proto.PIDs
+	monitorFD *os.File // the monitor's pidfd
+
 	mu sync.Mutex
 	// +checklocks:mu
 	committed bool // the reply is being sent, so it is too late to cancel
@@ -56,20 +62,27 @@ type launch struct {
 	cancelled bool
 }
 
-// serveLaunch carries out a launch request. After a container's launch it does not return, but
-// becomes the monitor. Otherwise again says whether the launcher can take another request.
+// serveLaunch carries out a launch request. It returns whether the launcher can take another
+// request. If the launch does not last it does not return, but becomes the monitor.
 func (l *launcher) serveLaunch(request *proto.Launch, mounts []*os.File) (again bool, err error) {
 	c := &launch{Launch: request, l: l, mounts: mounts, undo: cleanup.New(), timedTo: trace.Now()}
 	c.backend = c.newBackend()
 	c.ctx, c.abort = context.WithCancel(context.Background())
 	failpoint.Reach("launcher.launch-ordered")
-	if err := c.run(); err != nil {
+	run := c.run
+	if c.Lasts {
+		run = c.runApart
+	}
+	if err := run(); err != nil {
 		failpoint.Reach("launcher.launch-undone")
 		return false, l.reply(proto.Reply{Error: toReply(err)})
 	}
 	failpoint.Reach("launcher.launch-answered")
 	if c.Pause != "" { // the kernel makes it a child of the next subreaper or of process 1
 		return c.started.Again, c.init.Close()
+	}
+	if c.Lasts {
+		return true, c.leave()
 	}
 	err = l.becomeMonitor(l.settings.MonitorPath, &c.monitor, c)
 	// The daemon already has the reply that the container runs. It finds that this process ended
@@ -109,6 +122,11 @@ func (c *launch) run() (err error) {
 	c.endStep("create") // not including libcontainer's parts, which have separate steps
 	if err := c.prepareMonitor(); err != nil {
 		return err
+	}
+	if c.Lasts {
+		if err := c.startMonitor(); err != nil {
+			return err
+		}
 	}
 	c.endStep("prepare monitor")
 	if err := c.recordInit(); err != nil {
@@ -327,17 +345,24 @@ func (c *launch) decide() error {
 }
 
 // commit sends the reply. It fails if the daemon has cancelled the launch or is gone. After an
-// unrepeatable launch the next daemon finds the container.
+// unrepeatable launch, or if the monitor has begun, the next daemon finds the container.
 func (c *launch) commit() error {
 	if err := c.decide(); err != nil {
 		return err
 	}
-	if _, ok := c.backend.(*pauseBackend); ok {
+	files := []*os.File{c.init}
+	if c.Lasts {
+		if err := c.handOver(); err != nil {
+			return err
+		}
+		files = append(files, c.monitorFD)
+	}
+	if _, ok := c.backend.(*pauseBackend); ok || c.Lasts {
 		c.started.Again = true
 		c.unwatch() // the next message is another request
 	}
-	err := c.l.reply(proto.Reply{Started: &c.started}, c.init)
-	if c.unrepeatable && errors.Is(err, unix.EPIPE) {
+	err := c.l.reply(proto.Reply{Started: &c.started}, files...)
+	if (c.unrepeatable || c.Lasts) && errors.Is(err, unix.EPIPE) {
 		return nil
 	}
 	return err

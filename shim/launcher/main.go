@@ -1,13 +1,14 @@
 // Package launcher is the program berth-shim: a process that waits for a request from the daemon
 // (package shim/proto).
 //
-// A launch creates a container with libcontainer. Then the process executes the container's monitor
-// (execve). After an exec, and after the launch of berth's own pause, the launcher waits
-// for the next request.
+// A launch creates a container with libcontainer, and starts the container's monitor. Then the
+// launcher waits for the next request, as after an exec and the launch of a pause. Before Linux
+// 6.15, and for some containers (proto.Launch.Lasts), it becomes the monitor instead (execve).
 //
 // The daemon starts a launcher in a mount namespace of its own, a peer of the host's. The launcher
-// mounts the container's root filesystem only there. The mount disappears with the container's last
-// process. The monitor returns to the host's namespace, so that it does not keep this one.
+// mounts the container's root filesystem only there, or in a namespace for this launch. The mount
+// disappears with the container's last process. The monitor is in the host's namespace, so that it
+// does not keep the other one.
 package launcher
 
 import (
@@ -37,12 +38,12 @@ const memoryLimit = 24 << 20
 const leastProcs = 2
 
 // Main serves requests until the daemon closes the connection, and returns the exit status. It does
-// not return after a successful launch of a container.
+// not return if it becomes a monitor.
 func Main(settings proto.LauncherSettings) int {
 	// If nohup or a script in the background has started the daemon, it ignores these signals, and
 	// containers would inherit that. signal.Reset does not help. Unlike SIG_IGN, a handler does not
 	// survive execve.
-	signal.Notify(make(chan os.Signal, 1), unix.SIGHUP, unix.SIGINT)
+	keepSignalsHandled()
 	// libcontainer passes this on to the container's init, whose start it shortens. This process's
 	// own runtime has already read it.
 	_ = os.Setenv("GOMAXPROCS", "1")
@@ -62,6 +63,9 @@ func Main(settings proto.LauncherSettings) int {
 	}
 	return 0
 }
+
+// keepSignalsHandled makes containers begin with the default action of SIGHUP and SIGINT.
+func keepSignalsHandled() { signal.Notify(make(chan os.Signal, 1), unix.SIGHUP, unix.SIGINT) }
 
 // daemonIsGone returns whether the connection is closed, because the daemon has cancelled the
 // request or has ended. Then the launcher has undone its work and sends no reply.
@@ -91,8 +95,9 @@ type launcher struct {
 	hostMnt  *os.File // the daemon's mount namespace
 	filters  *bpfcache.Table
 	warnings *warningList
-	last     *loaded // the container of the last exec; nil: none yet
-	served   int     // requests since the last release of memory
+	children children // of earlier launches
+	last     *loaded  // the container of the last exec; nil: none yet
+	served   int      // requests since the last release of memory
 
 	container string // ID of the container or pod of the last request; empty: none yet
 }
@@ -145,6 +150,7 @@ func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err
 	}
 	switch {
 	case r.Launch != nil:
+		l.served += launchWeight - 1
 		l.container = r.Launch.ID
 		return l.serveLaunch(r.Launch, files)
 	case r.Exec != nil:
@@ -164,8 +170,12 @@ func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err
 const restTime = time.Second
 
 // keptRequests is the number of requests after which a launcher releases memory when it rests. An
-// exec leaves some 50 KB, and up to 1 MB if the launcher has to load the state of its container.
-const keptRequests = 16
+// exec leaves some 50 KB, and up to 1 MB if the launcher has to load the state of its container. A
+// launch leaves 200 KB and a pidfd, and counts as launchWeight requests.
+const (
+	keptRequests = 16
+	launchWeight = 4
+)
 
 // await receives the next request.
 func (l *launcher) await(r *proto.Request) ([]*os.File, error) {

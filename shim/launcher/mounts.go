@@ -46,7 +46,7 @@ func (c *launch) mountRootfs() error {
 }
 
 // rootDir returns the mount point of the root filesystem: the request's RootPlace or a new
-// directory. All launchers can share a RootPlace, because each has its own mount namespace.
+// directory. All launches can share a RootPlace, because each has its own mount namespace.
 func (c *launch) rootDir() (string, error) {
 	if c.RootPlace != "" {
 		return c.RootPlace, nil
@@ -76,7 +76,7 @@ func (c *launch) mountOn(layers rootfs.Spec, dir string) error {
 	}
 	failpoint.Reach("launcher.mounted")
 	c.undo.Add("unmount "+dir, func() error {
-		return inOwnMounts(func() error {
+		return c.inOwnMounts(func() error {
 			failpoint.Reach("launcher.unmount")
 			return ignore(unix.Unmount(dir, unix.MNT_DETACH), unix.EINVAL)
 		})
@@ -84,9 +84,17 @@ func (c *launch) mountOn(layers rootfs.Spec, dir string) error {
 	return nil
 }
 
-// inOwnMounts calls do in this process's own mount namespace. The calling thread may be in the
-// host's mount namespace (enterHost), where a request's RootPlace is another mount.
-func inOwnMounts(do func() error) error {
+// inOwnMounts calls do in the mount namespace of the launch. The calling thread may be in the host's
+// mount namespace (enterHost), where a request's RootPlace is another mount.
+func (c *launch) inOwnMounts(do func() error) error {
+	if c.ownMounts != nil {
+		return onOwnThread(func() error {
+			if err := enterMounts(c.ownMounts); err != nil {
+				return err
+			}
+			return do()
+		})
+	}
 	done := make(chan error)
 	go func() { done <- do() }() // not on a locked thread
 	return <-done

@@ -294,7 +294,7 @@ func (b *ociBackend) destroy() error {
 	if err != nil { // perhaps because of its processes
 		err = b.Runtime.Delete(ctx, b.ID)
 	}
-	endChildren(destroyTimeout)
+	b.l.endChildren(destroyTimeout)
 	return errors.Join(err, killErr, b.group.Destroy(ctx))
 }
 
@@ -338,11 +338,11 @@ func reapAll() (left bool) {
 }
 
 // endChildren kills and reaps the children that a failed start has left behind. A zombie would keep
-// its cgroup busy and its PID namespace alive.
-func endChildren(timeout time.Duration) {
+// its cgroup busy and its PID namespace alive. The containers of earlier launches live on.
+func (l *launcher) endChildren(timeout time.Duration) {
 	for deadline := time.Now().Add(timeout); reapAll() && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
-		below, err := pidfd.Below(os.Getpid())
-		if err != nil {
+		below, err := pidfd.Below(os.Getpid(), l.children.list()...)
+		if err != nil || len(below) == 0 {
 			return
 		}
 		for _, pid := range below {

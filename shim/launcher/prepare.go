@@ -109,8 +109,8 @@ func clampOOMScore(p *specs.Process) {
 	_ = os.WriteFile(file, own, 0)
 }
 
-// identifyMonitor stores this process's identity, because it becomes the monitor. A pause has no
-// monitor.
+// identifyMonitor stores this process's identity, because it becomes the monitor, or stands for the
+// monitor until that begins. A pause has no monitor.
 func (c *launch) identifyMonitor() (err error) {
 	if c.Pause != "" {
 		return nil

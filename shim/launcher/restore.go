@@ -430,7 +430,7 @@ func (b *restoreBackend) follow() (int, *os.File, error) {
 
 // destroy kills and reaps CRIU and the restored processes. libcontainer may not know them yet.
 func (b *restoreBackend) destroy() error {
-	endChildren(destroyTimeout)
+	b.l.endChildren(destroyTimeout)
 	return b.libcontainerBackend.destroy()
 }
 

@@ -105,6 +105,44 @@ static void await_tracer(struct monitor *m)
 	reap(m); /* SIGCHLD may have come before the signalfd existed */
 }
 
+/* pidfd_info is struct pidfd_info of linux/pidfd.h. */
+struct pidfd_info {
+	uint64_t mask, cgroup;
+	uint32_t ids[11];
+	int32_t exit_code;
+};
+
+#define PIDFD_GET_INFO 0xc040ff0b /* _IOWR(0xff, 11, struct pidfd_info) */
+#define PIDFD_INFO_EXIT 8
+
+/* reaped_status reads the status of a process that has been reaped, which the kernel keeps for its
+ * pidfds (Linux 6.15). */
+static bool reaped_status(int pidfd, int *status)
+{
+	struct pidfd_info info = {.mask = PIDFD_INFO_EXIT};
+
+	if (failed(sys_ioctl(pidfd, PIDFD_GET_INFO, (long)&info)) || (info.mask & PIDFD_INFO_EXIT) == 0)
+		return false;
+	*status = info.exit_code;
+	return true;
+}
+
+/*
+ * foreign_status finds out the status of an init that is not a child: its launcher, or process 1,
+ * reaps it at any time. If the process was not reaped after its zombie was read, the zombie was
+ * init's. It returns whether the status is known.
+ */
+static bool foreign_status(const struct params *p, int *status)
+{
+	int seen = 0;
+	bool zombie = read_zombie(p->init_pid, &seen);
+
+	if (reaped_status(p->init, status))
+		return true;
+	*status = seen;
+	return zombie && !failed(SYS4(pidfd_send_signal, p->init, 0, 0, 0));
+}
+
 /*
  * A process of another container in a shared PID namespace may trace init and never wait for it.
  * Then wait4 does not return init's status while the tracer lives. /proc/PID/stat has it.
@@ -117,8 +155,8 @@ void init_unreaped(struct monitor *m)
 	if (result == m->params.init_pid) {
 		note_end(m, status);
 	} else if (result == -ECHILD) {
-		note_end(m, 0);
-		m->init_lost = true;
+		m->init_lost = !foreign_status(&m->params, &status);
+		note_end(m, status);
 	} else if (read_zombie(m->params.init_pid, &status)) {
 		note_end(m, status);
 		m->init_zombie = true;

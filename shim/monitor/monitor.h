@@ -55,6 +55,7 @@ struct params {
 	int oom;
 	int oom_notify;
 	int oom_parent;
+	int gate;
 };
 
 /* params_parse parses the command line without the program's name. It returns false if

@@ -29,6 +29,7 @@ static const struct {
 	{"oom-fd", NUMBER, offsetof(struct params, oom)},
 	{"oom-notify-fd", NUMBER, offsetof(struct params, oom_notify)},
 	{"oom-parent-fd", NUMBER, offsetof(struct params, oom_parent)},
+	{"gate-fd", NUMBER, offsetof(struct params, gate)},
 };
 
 enum { FIELDS = sizeof(fields) / sizeof(fields[0]) };

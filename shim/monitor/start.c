@@ -45,6 +45,22 @@ static void complain(const char *what, long result)
 	sys_write(2, l.at, l.len);
 }
 
+/* pass_gate waits until the launcher lets the monitor begin. It returns false if the launch was undone
+ * or the launcher has ended. */
+static bool pass_gate(int gate)
+{
+	char byte;
+	long n;
+
+	if (gate < 0)
+		return true; /* this process was the launcher */
+	do
+		n = sys_read(gate, &byte, 1);
+	while (n == -EINTR);
+	sys_close(gate);
+	return n == 1;
+}
+
 static int monitor_main(int argc, char **argv)
 {
 	struct params p;
@@ -56,6 +72,8 @@ static int monitor_main(int argc, char **argv)
 		complain("the command line is not a launcher's", 0);
 		return 1;
 	}
+	if (!pass_gate(p.gate))
+		return 1;
 	result = monitor_init(&monitor, &p);
 	if (result < 0) {
 		/* If there is no monitor, no process logs, reaps or reports, so the container is ended. */

@@ -21,7 +21,7 @@ type MonitorParams struct {
 	LogPath   string // for reopening; empty: no log
 	LogDir    string // a parent of LogPath; symbolic links below it are refused
 	MaxLine   int    // bytes of one log record's content
-	InitPID   int    // the container's init, our child
+	InitPID   int    // the container's init, the monitor's child unless there is a Gate
 	StdinOnce bool   // close stdin when the first client that attached stdin disconnects
 	Orphans   bool   // orphans of the container become this process's children, because it runs in the host's PID namespace
 	KillDir   string // cgroup directory whose processes the monitor kills after init's end; empty, if the kernel kills them
@@ -37,6 +37,7 @@ type MonitorParams struct {
 	OOM       int // memory.events (v2) or memory.oom_control (v1)
 	OOMNotify int // v1: eventfd that becomes readable when OOM has changed
 	OOMParent int // v2: memory.events of the parent cgroup, which also counts this one's kills and outlives it
+	Gate      int // pipe from a launcher that lasts: a byte starts the monitor, the end of the pipe ends it
 }
 
 // field is one parameter: its name on the command line and its place. Exactly one of text, number
@@ -70,6 +71,7 @@ func (p *MonitorParams) fields() []field {
 		{name: "oom-fd", number: &p.OOM},
 		{name: "oom-notify-fd", number: &p.OOMNotify},
 		{name: "oom-parent-fd", number: &p.OOMParent},
+		{name: "gate-fd", number: &p.Gate},
 	}
 }
 
@@ -77,7 +79,7 @@ func (p *MonitorParams) fields() []field {
 func (p *MonitorParams) FDs() []int {
 	var fds []int
 	for _, fd := range []int{p.Init, p.Listen, p.Log, p.Stdin, p.Stdout, p.Stderr, p.Console, p.Verdict, p.OOM,
-		p.OOMNotify, p.OOMParent} {
+		p.OOMNotify, p.OOMParent, p.Gate} {
 		if fd >= 0 {
 			fds = append(fds, fd)
 		}

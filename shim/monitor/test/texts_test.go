@@ -205,7 +205,7 @@ func TestParams(t *testing.T) {
 		{},
 		{ID: "a", Dir: "/run/berth/c/a", LogDir: "/var/log", LogPath: "/var/log/with space=and equals/0.log", MaxLine: 16384, InitPID: 77,
 			StdinOnce: true, Orphans: true, Init: 9, KillDir: "/sys/fs/cgroup/x", Listen: 3, Log: 4, Stdin: 5, Stdout: 6, Stderr: 7, Console: -1,
-			Verdict: -1, OOM: 8, OOMNotify: -1, OOMParent: 11},
+			Verdict: -1, OOM: 8, OOMNotify: -1, OOMParent: 11, Gate: 12},
 	} {
 		if got, want := params(t, p.Args()), valuesOf(p.Args()); got != want {
 			t.Errorf("%q is taken for %q", p.Args(), got)

@@ -166,7 +166,7 @@ static void ask_params(struct text q)
 	line_flag(p.orphans);
 	line_string(p.kill_dir);
 	const int fds[] = {p.init, p.listen, p.log, p.stdin, p.stdout, p.stderr, p.console, p.verdict, p.oom,
-		p.oom_notify, p.oom_parent};
+		p.oom_notify, p.oom_parent, p.gate};
 	for (size_t i = 0; i < sizeof(fds) / sizeof(fds[0]); i++)
 		line_number(fds[i]);
 }

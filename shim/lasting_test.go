@@ -1,0 +1,169 @@
+package shim
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"berth/shim/proto"
+)
+
+// lastingEnv returns an environment with one launcher, which outlives its launches.
+func lastingEnv(t *testing.T) (*env, *launcher) {
+	e := newEnv(t)
+	if e.runtime() != nil {
+		t.Skip("the launcher of an OCI runtime's container becomes its monitor")
+	}
+	if !e.keepsStatus {
+		t.Skip("the kernel does not keep the status of a reaped process (Linux 6.15)")
+	}
+	return e, e.idleLauncher()
+}
+
+// launcherOf returns the process that has launched a container: the monitor or its parent.
+func (c *container) launcherOf() int {
+	if c.Lasts {
+		return c.parentOf(c.MonitorPID)
+	}
+	return c.MonitorPID
+}
+
+// parentOf returns the parent of a process, 0 if the process has ended.
+func (e *env) parentOf(pid int) (parent int) {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0
+	}
+	_, rest, _ := strings.Cut(string(stat), ") ")
+	var state string
+	if _, err := fmt.Sscan(rest, &state, &parent); err != nil {
+		e.Fatal(err)
+	}
+	return parent
+}
+
+// filesOf counts the open files of a process by their targets. It leaves out pidfds, which Go
+// closes when it frees their processes.
+func (e *env) filesOf(pid int) map[string]int {
+	e.Helper()
+	files := map[string]int{}
+	links, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid))
+	if err != nil {
+		e.Fatal(err)
+	}
+	for _, l := range links {
+		if target, err := os.Readlink(l); err == nil && !strings.Contains(target, "pidfd") {
+			files[target]++
+		}
+	}
+	return files
+}
+
+func (e *env) mountsOf(pid int) string {
+	e.Helper()
+	table, err := os.ReadFile(fmt.Sprintf("/proc/%d/mountinfo", pid))
+	if err != nil {
+		e.Fatal(err)
+	}
+	return string(table)
+}
+
+func withStdin(r *proto.Launch) { r.Stdin = true }
+
+// A launcher launches containers one after another. It keeps none of their files and mounts, and
+// reaps their inits and monitors.
+func TestLauncherLasts(t *testing.T) {
+	e, p := lastingEnv(t)
+	mounts := e.mountsOf(p.pid)
+	var files map[string]int
+	for i := range 5 {
+		c := e.run(fmt.Sprintf("c%d", i), fmt.Sprintf("read x; exit %d", i), withStdin)
+		if got := c.launcherOf(); got != p.pid {
+			t.Fatalf("launcher %d launched the container, not %d", got, p.pid)
+		}
+		if now := e.mountsOf(p.pid); now != mounts {
+			t.Errorf("the launcher's mounts were\n%s\nare\n%s", mounts, now)
+		}
+		if err := OpenMonitor(c.Dir).CloseStdin(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if exit := c.wait(); int(exit.Code) != i || exit.Signal != 0 {
+			t.Errorf("exit = %+v, want code %d", exit, i)
+		}
+		e.until("init and monitor are reaped", func() bool {
+			return unix.Kill(c.InitPID, 0) == unix.ESRCH && unix.Kill(c.MonitorPID, 0) == unix.ESRCH
+		})
+		if i == 0 { // libcontainer opens some files of the cgroups once
+			files = e.filesOf(p.pid)
+		} else if now := e.filesOf(p.pid); !maps.Equal(now, files) {
+			t.Errorf("the launcher's files were %v, are %v", files, now)
+		}
+	}
+}
+
+// The monitor reports the exit of a container whose launcher has died or is stopped.
+func TestLaunchersEndAndTheExit(t *testing.T) {
+	for name, signal := range map[string]unix.Signal{"killed": unix.SIGKILL, "stopped": unix.SIGSTOP} {
+		for _, ended := range []string{"exits", "is killed"} {
+			t.Run(name+" and the container "+ended, func(t *testing.T) {
+				e, p := lastingEnv(t)
+				c := e.run("c", "read x; exit 7", withStdin)
+				if err := OpenMonitor(c.Dir).ReopenLog(t.Context()); err != nil { // it works
+					t.Fatal(err)
+				}
+				if err := unix.Kill(p.pid, signal); err != nil {
+					t.Fatal(err)
+				}
+				if signal == unix.SIGKILL {
+					e.until("the container has another parent", func() bool { return c.launcherOf() != p.pid })
+				}
+				end := func() error { return OpenMonitor(c.Dir).CloseStdin(t.Context()) }
+				code, bySignal := 7, 0
+				if ended == "is killed" {
+					end = func() error { return unix.Kill(c.InitPID, unix.SIGKILL) }
+					code, bySignal = 137, 9
+				}
+				if err := end(); err != nil {
+					t.Fatal(err)
+				}
+				if exit := c.wait(); int(exit.Code) != code || exit.Signal != bySignal {
+					t.Errorf("exit = %+v, want code %d", exit, code)
+				}
+				if err := unix.Kill(p.pid, unix.SIGCONT); err != nil && err != unix.ESRCH {
+					t.Error(err)
+				}
+			})
+		}
+	}
+}
+
+// On a kernel that forgets the status of a reaped process, the launcher becomes the monitor.
+func TestLauncherBecomesMonitor(t *testing.T) {
+	e := newEnv(t)
+	e.keepsStatus = false
+	p := e.idleLauncher()
+	c := e.run("c", "exit 3")
+	if c.MonitorPID != p.pid {
+		t.Errorf("process %d is the monitor, not the launcher %d", c.MonitorPID, p.pid)
+	}
+	if exit := c.wait(); exit.Code != 3 {
+		t.Errorf("exit = %+v", exit)
+	}
+}
+
+// The monitor of a launch that fails ends.
+func TestFailedLaunchEndsItsMonitor(t *testing.T) {
+	e, p := lastingEnv(t)
+	req := e.request("c", "")
+	req.Spec.Process.Args = []string{"/no/such/command"}
+	if _, err := e.Launch(t.Context(), req); err == nil {
+		t.Fatal("the command does not exist, but was started")
+	}
+	e.nothingLeft(req)
+	e.until("the launcher has ended", func() bool { return unix.Kill(p.pid, 0) == unix.ESRCH })
+}
