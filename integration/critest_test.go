@@ -28,7 +28,8 @@ func TestSELinuxCritest(t *testing.T) {
 	image, _ := harness.Push(t, harness.Registry, "critest:latest", harness.BuildImage(t, v1.Config{}))
 	images := filepath.Join(t.TempDir(), "images.yaml")
 	harness.Must(t, os.WriteFile(images, fmt.Appendf(nil, "defaultTestContainerImage: %q\n", image), 0o600))
-	out, err := exec.CommandContext(t.Context(), critest, "-runtime-endpoint", "unix://"+d.Socket, "-image-endpoint", "unix://"+d.Socket,
+	socket := "unix://" + d.Socket
+	out, err := exec.CommandContext(t.Context(), critest, "-runtime-endpoint", socket, "-image-endpoint", socket,
 		"-test-images-file", images, "-ginkgo.focus", "SELinux", "-ginkgo.v", "-ginkgo.no-color").CombinedOutput()
 	t.Logf("%s", out)
 	harness.Must(t, err)
