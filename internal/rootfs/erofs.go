@@ -8,6 +8,7 @@ import (
 	"runtime"
 	"strconv"
 
+	"github.com/opencontainers/selinux/go-selinux"
 	"golang.org/x/sys/unix"
 )
 
@@ -21,7 +22,8 @@ func (l Layer) mounted() (*os.File, error) {
 
 // mountImage mounts an EROFS image from its file (Linux 6.12), detached. If the layer's Mount is
 // set, it duplicates the mount. Each further mount of the file would be a separate filesystem with
-// a separate page cache.
+// a separate page cache. With SELinux, the files in the image get the label of the image's file.
+// They have none of their own, and confined processes may not read files without a label.
 func (l Layer) mountImage() (*os.File, error) {
 	if l.Mount != nil {
 		fd, err := unix.FcntlInt(l.Mount.Fd(), unix.F_DUPFD_CLOEXEC, 0)
@@ -45,6 +47,9 @@ func (l Layer) mountImage() (*os.File, error) {
 		if err := names.set(fsfd, "device", data); err != nil {
 			return nil, err
 		}
+	}
+	if err := setContext(fsfd, l.Path); err != nil {
+		return nil, err
 	}
 	if err := names.create(fsfd); err != nil {
 		if errors.Is(err, unix.ENOTBLK) { // before Linux 6.12, or disabled by configuration
@@ -76,6 +81,22 @@ func (n *fileNames) set(fsfd int, option, path string) error {
 	}
 	if err := unix.FsconfigSetString(fsfd, option, name); err != nil {
 		return fmt.Errorf("erofs option %s=%s: %w%s", option, path, err, messages(fsfd))
+	}
+	return nil
+}
+
+// setContext gives all files of a new filesystem the SELinux label of a file. On a host without
+// SELinux it does nothing.
+func setContext(fsfd int, path string) error {
+	if !selinux.GetEnabled() {
+		return nil
+	}
+	label, err := selinux.FileLabel(path)
+	if err != nil {
+		return fmt.Errorf("selinux: read the label of %s: %w", path, err)
+	}
+	if err := set(fsfd, option{contextOption, label}); err != nil {
+		return fmt.Errorf("erofs option %s=%s: %w%s", contextOption, label, err, messages(fsfd))
 	}
 	return nil
 }
