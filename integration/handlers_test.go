@@ -136,7 +136,8 @@ func TestCrun(t *testing.T) {
 	t.Run("recursive read-only mounts", func(t *testing.T) {
 		announced, _ := handlersOf(t, d)
 		if announced["crun"].GetRecursiveReadOnlyMounts() {
-			t.Skip("this crun supports recursive read-only mounts")
+			testRecursiveReadOnly(t, pod)
+			return
 		}
 		_, err := pod.TryCreate(t, harness.Mount(&runtimeapi.Mount{HostPath: t.TempDir(), ContainerPath: "/mnt", Readonly: true, RecursiveReadOnly: true}))
 		if err == nil || !harness.Contains(err.Error(), "RROUnsupported") {

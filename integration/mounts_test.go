@@ -39,7 +39,11 @@ func sees(t *testing.T, c *harness.Container, path string) bool {
 // A mount below a read-only volume is read-only only with recursive_read_only.
 func TestContainerRecursiveReadOnly(t *testing.T) {
 	d := harness.StartDaemon(t)
-	pod := d.RunPod(t, harness.HostNetwork)
+	testRecursiveReadOnly(t, d.RunPod(t, harness.HostNetwork))
+}
+
+func testRecursiveReadOnly(t *testing.T, pod *harness.Pod) {
+	t.Helper()
 	host := t.TempDir()
 	sub := filepath.Join(host, "sub")
 	harness.Must(t, os.Mkdir(sub, 0o755))
@@ -47,7 +51,7 @@ func TestContainerRecursiveReadOnly(t *testing.T) {
 	t.Cleanup(func() { harness.Must(t, syscall.Unmount(sub, 0)) })
 	for _, recursive := range []bool{false, true} {
 		c := pod.Run(t, harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Readonly: true, RecursiveReadOnly: recursive}))
-		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"touch", "/v/sub/file"}, 0)
+		_, _, err := pod.D.Cri.ExecSync(t.Context(), c.Id, []string{"touch", "/v/sub/file"}, 0)
 		harness.Equal(t, fmt.Sprintf("a file can be made below a volume with recursive_read_only %v", recursive), err == nil, !recursive)
 		harness.Equal(t, "reported recursive_read_only", c.Status(t).Mounts[0].RecursiveReadOnly, recursive)
 		c.Stop(t, 0)

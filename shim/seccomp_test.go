@@ -4,6 +4,7 @@ package shim
 
 import (
 	"os"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -86,14 +87,18 @@ func TestProfilesOfContainers(t *testing.T) {
 // onlyShell returns a profile that allows only what a static busybox needs to run a script, and
 // nothing of what the start of a container needs besides execve.
 func onlyShell(action specs.LinuxSeccompAction) *specs.LinuxSeccomp {
+	calls := []string{
+		"execve", "brk", "arch_prctl", "set_tid_address", "set_robust_list", "rseq", "mprotect", "prlimit64", "readlink",
+		"getrandom", "getuid", "getgid", "geteuid", "getegid", "getpid", "getppid", "rt_sigaction", "rt_sigprocmask",
+		"rt_sigreturn", "sigreturn", "open", "openat", "read", "write", "close", "fcntl", "dup2", "dup3", "stat", "newfstatat", "fstat",
+		"lseek", "mmap", "munmap", "ioctl", "getcwd", "uname", "exit_group", "poll", "wait4", "vfork", "fork", "clone", "nanosleep",
+		"clock_nanosleep", "sendfile", "prctl", "gettid", "setuid", "setgid", // busybox drops the privileges of setuid programs
+	}
+	if runtime.GOARCH == "arm64" {
+		calls = append(calls, "readlinkat", "ppoll") // it has no readlink and no poll
+	}
 	return &specs.LinuxSeccomp{DefaultAction: action, Architectures: []specs.Arch{specs.ArchX86_64, specs.ArchAARCH64},
-		Syscalls: []specs.LinuxSyscall{{Action: specs.ActAllow, Names: []string{
-			"execve", "brk", "arch_prctl", "set_tid_address", "set_robust_list", "rseq", "mprotect", "prlimit64", "readlink",
-			"getrandom", "getuid", "getgid", "geteuid", "getegid", "getpid", "getppid", "rt_sigaction", "rt_sigprocmask",
-			"rt_sigreturn", "sigreturn", "open", "openat", "read", "write", "close", "fcntl", "dup2", "dup3", "stat", "newfstatat", "fstat",
-			"lseek", "mmap", "munmap", "ioctl", "getcwd", "uname", "exit_group", "poll", "wait4", "vfork", "fork", "clone", "nanosleep",
-			"clock_nanosleep", "sendfile", "prctl", "gettid", "setuid", "setgid", // busybox drops the privileges of setuid programs
-		}}}}
+		Syscalls: []specs.LinuxSyscall{{Action: specs.ActAllow, Names: calls}}}
 }
 
 // securityOf prints what a command has: capabilities, filters, no_new_privs, user and open files.
