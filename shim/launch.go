@@ -84,9 +84,9 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 // host's PID namespace the monitor must be an ancestor of the container. CRIU and OCI runtimes
 // expect to be children of the monitor.
 func (l *Launchers) lasts(req *proto.Launch) bool {
+	isPID := func(ns specs.LinuxNamespace) bool { return ns.Type == specs.PIDNamespace }
 	return l.keepsStatus && req.Pause == "" && req.Runtime == nil && req.Restore == nil &&
-		req.Spec != nil && req.Spec.Linux != nil &&
-		slices.ContainsFunc(req.Spec.Linux.Namespaces, func(ns specs.LinuxNamespace) bool { return ns.Type == specs.PIDNamespace })
+		req.Spec != nil && req.Spec.Linux != nil && slices.ContainsFunc(req.Spec.Linux.Namespaces, isPID)
 }
 
 // cleanUp kills a launcher that failed to finish, and removes the remains of its launch.

@@ -93,7 +93,7 @@ func (c *launch) startMonitor() error {
 	})
 	c.monitorFD, c.monitored.MonitorPID = proc, pid
 	c.monitored.MonitorStartTime, err = pidfd.StartTime(pid) // it is our child, so the pid is valid
-	for _, f := range files { // the container's input must end when the monitor closes it
+	for _, f := range files {                                // the container's input must end when the monitor closes it
 		err = errors.Join(err, f.Close())
 	}
 	return err
