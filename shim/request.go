@@ -134,6 +134,9 @@ func (l *Launchers) started(
 		s.Shim, err = pidfd.FromFile(files[1])
 	}
 	if err != nil {
+		if s.Init != nil {
+			err = errors.Join(err, s.Init.Close())
+		}
 		return nil, errors.Join(err, l.cleanUp(p, req))
 	}
 	if req.Pause != "" || req.Lasts {

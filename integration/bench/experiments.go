@@ -51,7 +51,7 @@ func wanted(n int) int { return n }
 // lifecycle runs one pod after another on one kind of network. It measures the duration of each
 // call and the CPU time of the pod's life, including the runtime's work between pods.
 func lifecycle(network string, applies func(*subject.Subject) bool) experiment {
-	rows := []string{"start-" + network, "cpu-" + network, "stop-sandbox-" + network}
+	rows := []string{"start-" + network, "cpu-" + network, "instructions-" + network, "stop-sandbox-" + network}
 	if network == "host" {
 		rows = append(rows, "stop-container")
 	}
@@ -69,6 +69,9 @@ func lifecycle(network string, applies func(*subject.Subject) bool) experiment {
 			if c.s.AccountsCPU() {
 				v["cpu-"+network] = []float64{ms(life.cpu)}
 			}
+			if life.counted {
+				v["instructions-"+network] = []float64{float64(life.instructions) / 1e6}
+			}
 			return v, nil
 		},
 	}
@@ -78,11 +81,18 @@ func lifecycle(network string, applies func(*subject.Subject) bool) experiment {
 type life struct {
 	start                           subject.Start
 	stopContainer, stopSandbox, cpu time.Duration
+
+	counted      bool // the machine counts instructions
+	instructions uint64
 }
 
 // live runs one pod through kubelet's calls. Before the stop it waits until the runtime rests, so
 // that work of the start does not count as work of the stop.
 func live(ctx context.Context, s *subject.Subject, hostNetwork bool) (l life, err error) {
+	begun, counted, err := s.Instructions()
+	if err != nil {
+		return l, err
+	}
 	before, err := s.CPU()
 	if err != nil {
 		return l, err
@@ -113,7 +123,12 @@ func live(ctx context.Context, s *subject.Subject, hostNetwork bool) (l life, er
 		return l, err
 	}
 	after, err := s.CPU()
-	l.cpu = after - before
+	if err != nil {
+		return l, err
+	}
+	l.cpu, l.counted = after-before, counted
+	ended, _, err := s.Instructions()
+	l.instructions = ended - begun
 	return l, err
 }
 

@@ -60,8 +60,8 @@ func onOwnThread(do func() error) error {
 	return <-done
 }
 
-// startMonitor starts the monitor. It waits until openGate is called, and exits if this process
-// ends before.
+// startMonitor starts the monitor. The monitor waits for handOver, and exits if this process ends
+// before.
 func (c *launch) startMonitor() error {
 	gate, theirs, err := pipe("gate")
 	if err != nil {
@@ -92,8 +92,9 @@ func (c *launch) startMonitor() error {
 		return errors.Join(err, proc.Close())
 	})
 	c.monitorFD, c.monitored.MonitorPID = proc, pid
-	c.monitored.MonitorStartTime, err = pidfd.StartTime(pid) // it is our child, so the pid is valid
-	for _, f := range files {                                // the container's input must end when the monitor closes it
+	// It is a child that was not reaped, so the pid is its own.
+	c.monitored.MonitorStartTime, err = pidfd.StartTime(pid)
+	for _, f := range files { // the container's input must end when the monitor closes it
 		err = errors.Join(err, f.Close())
 	}
 	return err

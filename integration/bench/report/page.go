@@ -143,6 +143,7 @@ Terms:
 
 - "To Running" means RunPodSandbox, CreateContainer and StartContainer. Pods start one after another unless the row says otherwise. All pods run the same small program.
 - Samples of the runtimes alternate, except in the rows with 500 and 100 pods.
+- Instructions are those of the runtime, its programs and its pods (perf_event_open(2), in user space and in the kernel). Other load does not change them. The rows are missing where the machine does not count instructions.
 - CPU time is the time of the runtime's cgroup and its pods. It includes ended processes, plugins and preparations for the next pod. It does not include the kernel's own threads.
 - Memory is the proportional set size (PSS). It is measured after the client has listed everything twice and nothing has changed for 5 s.
 - With containerd's shim as a handler of berth, a pod has 7.33 MiB. containerd with the same shim has 6.10 MiB (medians of 5, 28 November 2026, contrib/bench -shim -rows pss-pod). The difference is berth's monitors and berth-task, one process per container.

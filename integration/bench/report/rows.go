@@ -8,6 +8,7 @@ type Row struct {
 	Unit  string
 	// Goal is the limit of berth's median, Goal99 of its 99th percentile. 0 means no limit.
 	Goal, Goal99 float64
+	Optional     bool // the row is left out if it has no value
 }
 
 // Rows are all lines in the order of the table.
@@ -16,8 +17,11 @@ var Rows = []Row{
 	{Key: "start-cni", Title: "CNI bridge + portmap plugins, to Running", Unit: "ms", Goal: 45},
 	{Key: "start-own", Title: "built-in network, to Running", Unit: "ms", Goal: 20},
 	{Key: "cpu-host", Title: "CPU of a pod's whole life, host network", Unit: "ms", Goal: 25},
+	{Key: "instructions-host", Title: "instructions of a pod's whole life, host network", Unit: "million", Optional: true},
 	{Key: "cpu-cni", Title: "CPU of a pod's whole life, CNI", Unit: "ms", Goal: 70},
+	{Key: "instructions-cni", Title: "instructions of a pod's whole life, CNI", Unit: "million", Optional: true},
 	{Key: "cpu-own", Title: "CPU of a pod's whole life, built-in network", Unit: "ms", Goal: 35},
+	{Key: "instructions-own", Title: "instructions of a pod's whole life, built-in network", Unit: "million", Optional: true},
 	{Key: "burst-cni", Title: "64 pods, 8 at a time, CNI, to Running", Unit: "ms", Goal: 130, Goal99: 250},
 	{Key: "burst-own", Title: "64 pods, 8 at a time, built-in network, to Running", Unit: "ms", Goal: 80, Goal99: 150},
 	{Key: "burst-host", Title: "64 pods, 8 at a time, host network, to Running", Unit: "ms", Goal: 50, Goal99: 100},

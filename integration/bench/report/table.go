@@ -3,6 +3,7 @@ package report
 import (
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 )
 
@@ -19,7 +20,7 @@ func Table(w io.Writer, results *Results, columns []Column, selected func(Row) b
 	}
 	t.printf(" machine |\n|---|---:|%s\n", strings.Repeat("---:|", len(columns)+1))
 	for _, row := range Rows {
-		if !selected(row) {
+		if !selected(row) || row.Optional && !measured(results, row, columns) {
 			continue
 		}
 		t.printf("| %s, %s | %s |", row.Title, row.Unit, row.goal())
@@ -29,6 +30,11 @@ func Table(w io.Writer, results *Results, columns []Column, selected func(Row) b
 		t.printf(" %s |\n", results.slowness(row.Key))
 	}
 	return t.err
+}
+
+// measured reports whether a row has a value in any column.
+func measured(results *Results, row Row, columns []Column) bool {
+	return slices.ContainsFunc(columns, func(c Column) bool { return len(results.Of(row.Key, c.Name).Values) > 0 })
 }
 
 // tableWriter remembers the first error.

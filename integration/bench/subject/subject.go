@@ -40,6 +40,8 @@ type Subject struct {
 	logs    string   // directory of its pods' logs
 	state   string   // berth's state directory; empty: another runtime
 
+	counters *counters // of instructions; nil: not yet asked for
+
 	conn   *grpc.ClientConn
 	cri    runtimeapi.RuntimeServiceClient
 	images runtimeapi.ImageServiceClient
