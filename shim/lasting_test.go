@@ -9,7 +9,9 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
 
+	"berth/internal/errdefs"
 	"berth/shim/proto"
 )
 
@@ -80,9 +82,20 @@ func withStdin(r *proto.Launch) { r.Stdin = true }
 func TestLauncherLasts(t *testing.T) {
 	e, p := lastingEnv(t)
 	mounts := e.mountsOf(p.pid)
+	// What a process inherits from the launcher.
+	const inherited = "grep -E '^(Sig(Ign|Blk)|THP_enabled|NoNewPrivs|Seccomp):' /proc/self/status; ulimit -a"
 	var files map[string]int
+	var first string
 	for i := range 5 {
-		c := e.run(fmt.Sprintf("c%d", i), fmt.Sprintf("read x; exit %d", i), withStdin)
+		c := e.run(fmt.Sprintf("c%d", i), fmt.Sprintf("%s; echo end; read x; exit %d", inherited, i), withStdin)
+		e.until("it has written all", func() bool { return strings.HasSuffix(c.output("stdout"), "end\n") })
+		out := c.output("stdout")
+		if i == 0 {
+			first = out
+		}
+		if out != first {
+			t.Errorf("the first container had\n%s\nthis one has\n%s", first, out)
+		}
 		if got := c.launcherOf(); got != p.pid {
 			t.Fatalf("launcher %d launched the container, not %d", got, p.pid)
 		}
@@ -156,13 +169,17 @@ func TestLauncherBecomesMonitor(t *testing.T) {
 	}
 }
 
-// The monitor of a launch that fails ends.
+// The monitor of a launch that fails ends, as the leak check sees. The message of init arrives.
 func TestFailedLaunchEndsItsMonitor(t *testing.T) {
 	e, p := lastingEnv(t)
+	if err := os.WriteFile(filepath.Join(e.layer, "bin", "damaged"), []byte("\x7fELF, damaged"), 0o755); err != nil {
+		t.Fatal(err)
+	}
 	req := e.request("c", "")
-	req.Spec.Process.Args = []string{"/no/such/command"}
-	if _, err := e.Launch(t.Context(), req); err == nil {
-		t.Fatal("the command does not exist, but was started")
+	req.Spec.Process.Args = []string{"/bin/damaged"}
+	_, err := e.Launch(t.Context(), req)
+	if errdefs.Code(err) != codes.InvalidArgument || !strings.Contains(err.Error(), "exec format error") {
+		t.Errorf("error = %v", err)
 	}
 	e.nothingLeft(req)
 	e.until("the launcher has ended", func() bool { return unix.Kill(p.pid, 0) == unix.ESRCH })

@@ -94,21 +94,21 @@ func (l *Launchers) cleanUp(p *launcher, req *proto.Launch) error {
 	if err := kill(p.proc); err != nil {
 		return fmt.Errorf("kill the launcher: %w", err)
 	}
-	if err := killMonitor(req.Dir); err != nil {
+	if err := p.killMonitor(req.Dir); err != nil {
 		return err
 	}
 	return l.removeLaunch(req)
 }
 
-// killMonitor kills the process of a shim record and waits for its end. A monitor whose launcher is
-// lost would write an exit record.
-func killMonitor(dir string) error {
+// killMonitor kills the monitor that a lost launcher has started, and waits for its end. The monitor
+// would write an exit record.
+func (p *launcher) killMonitor(dir string) error {
 	ids, err := ReadShim(dir)
 	if unread := (*fs.PathError)(nil); errors.As(err, &unread) && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	if err != nil {
-		return nil // the launch was undone
+	if err != nil || ids.MonitorPID == p.pid {
+		return nil // the launch was undone, or no monitor has begun
 	}
 	proc, err := pidfd.OpenVerified(ids.MonitorPID, ids.MonitorStartTime)
 	if errors.Is(err, os.ErrProcessDone) {
@@ -125,6 +125,9 @@ func killMonitor(dir string) error {
 func (l *Launchers) cleanUpUnresponsive(p *launcher, req *proto.Launch) error {
 	if err := p.killUnresponsive(); err != nil {
 		return fmt.Errorf("kill the launcher: %w", err)
+	}
+	if err := p.killMonitor(req.Dir); err != nil { // the launcher may have read the request at the end
+		return err
 	}
 	failpoint.Reach("launch.remove-record")
 	err := remove(filepath.Join(req.Dir, proto.ShimFile)) // the launcher may exit much later, so remove its record here

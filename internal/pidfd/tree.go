@@ -2,6 +2,7 @@ package pidfd
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"slices"
 	"strconv"
@@ -82,6 +83,21 @@ func IsChild(pid, parent int) bool {
 	}
 	fields := fieldsAfterName(stat)
 	return len(fields) > 1 && string(fields[0]) != "Z" && string(fields[1]) == strconv.Itoa(parent)
+}
+
+// Names reports whether a process has a pidfd of another process, which has not ended, as its
+// descriptor fd.
+func Names(holder, fd, pid int) bool {
+	info, err := os.ReadFile(fmt.Sprintf("/proc/%d/fdinfo/%d", holder, fd))
+	if err != nil || !strings.Contains(string(info), fmt.Sprintf("\nPid:\t%d\n", pid)) {
+		return false
+	}
+	stat, err := readStat(pid)
+	if err != nil {
+		return false
+	}
+	fields := fieldsAfterName(stat)
+	return len(fields) > 0 && string(fields[0]) != "Z"
 }
 
 // parentOf reads field 4 of /proc/PID/stat. Field 2 may contain any bytes and ends with the last

@@ -44,3 +44,33 @@ func TestKillTree(t *testing.T) {
 		t.Errorf("the root of the tree ended with %v", err)
 	}
 }
+
+func TestNames(t *testing.T) {
+	child := exec.Command("sleep", "1000")
+	if err := child.Start(); err != nil {
+		t.Fatal(err)
+	}
+	pid := child.Process.Pid
+	f, err := Open(pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	fd := int(f.Fd())
+	if !Names(os.Getpid(), fd, pid) {
+		t.Error("the pidfd of a child is not recognized")
+	}
+	if Names(os.Getpid(), fd, os.Getpid()) || Names(os.Getpid(), 0, pid) || Names(os.Getpid(), 9999, pid) {
+		t.Error("another descriptor or process is taken for it")
+	}
+	if err := child.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	if err := Wait(t.Context(), f); err != nil {
+		t.Fatal(err)
+	}
+	_ = child.Wait() // killed
+	if Names(os.Getpid(), fd, pid) {
+		t.Error("a process that has ended is recognized")
+	}
+}

@@ -181,8 +181,11 @@ func monitorsOf(root string) (found []Launch, err error) {
 		if err != nil { // gone
 			return
 		}
-		l := watched(string(args))
-		if l.Start, err = pidfd.StartTime(l.Init); err == nil && l.ID != "" && pidfd.IsChild(l.Init, pid) {
+		l, fd := watched(string(args))
+		if l.Start, err = pidfd.StartTime(l.Init); err != nil || l.ID == "" {
+			return
+		}
+		if pidfd.IsChild(l.Init, pid) || pidfd.Names(pid, fd, l.Init) {
 			found = append(found, l)
 		}
 	})
@@ -195,8 +198,9 @@ func isMonitor(exe, root string) bool {
 	return filepath.Base(exe) == "berth-monitor" && strings.HasPrefix(exe, filepath.Join(root, "bin")+"/")
 }
 
-// watched returns the container in a monitor's command line.
-func watched(cmdline string) (l Launch) {
+// watched returns the container in a monitor's command line, and the descriptor of init's pidfd
+// there, 0 if it has none.
+func watched(cmdline string) (l Launch, fd int) {
 	for arg := range strings.SplitSeq(cmdline, "\x00") {
 		name, value, _ := strings.Cut(arg, "=")
 		switch name {
@@ -206,7 +210,9 @@ func watched(cmdline string) (l Launch) {
 			}
 		case "init":
 			l.Init, _ = strconv.Atoi(value) // the launcher writes numbers
+		case "init-fd":
+			fd, _ = strconv.Atoi(value)
 		}
 	}
-	return l
+	return l, fd
 }

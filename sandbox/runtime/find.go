@@ -72,14 +72,21 @@ func (k Processes) openMonitor(ctx context.Context, id string) (*os.File, proto.
 			return nil, ids, err
 		}
 		f, err := pidfd.OpenVerified(ids.MonitorPID, ids.MonitorStartTime)
-		if errors.Is(err, os.ErrProcessDone) {
-			return nil, ids, nil
+		if err == nil {
+			var ended bool
+			if ended, err = pidfd.Exited(f); ended || err != nil { // a zombie that its parent does not reap
+				err = errors.Join(err, f.Close())
+				f = nil
+			}
 		}
-		if err != nil {
+		if err != nil && !errors.Is(err, os.ErrProcessDone) {
 			return nil, ids, err
 		}
-		if ended, err := pidfd.Exited(f); ended || err != nil { // a zombie that its parent does not reap
-			return nil, ids, errors.Join(err, f.Close())
+		if f == nil {
+			if now, err := shim.ReadShim(k.Node.Shim(id)); err == nil && now.MonitorPID != ids.MonitorPID {
+				continue // a launcher has handed over to a monitor and exited
+			}
+			return nil, ids, nil
 		}
 		launching, err := isLauncher(ids.MonitorPID, f)
 		if err != nil {

@@ -241,8 +241,6 @@ func (l *launcher) becomeMonitor(path string, p *proto.MonitorParams, keep *laun
 			return os.NewSyscallError("fcntl(F_SETFD)", err)
 		}
 	}
-	// Huge pages would round up the monitor's buffers. execve keeps this setting.
-	_ = unix.Prctl(unix.PR_SET_THP_DISABLE, 1, 0, 0, 0)
 	failpoint.Reach("launcher.become-monitor")
 	return syscall.Exec(path, append([]string{filepath.Base(path)}, p.Args()...), failpoint.Env())
 }

@@ -76,10 +76,8 @@ func (c *launch) startMonitor() error {
 	}
 	defer null.Close()
 
-	files := c.monitorFiles()
-	restore := ignoreForChild()
-	defer restore()
-	pid, proc, err := spawn(c.l.settings.MonitorPath, c.monitor.Args(), null, append(files, c.init, theirs))
+	files := append(c.monitorFiles(), c.init, theirs)
+	pid, proc, err := spawn(c.l.settings.MonitorPath, c.monitor.Args(), null, files)
 	if err != nil {
 		return fmt.Errorf("start the monitor: %w", err)
 	}
@@ -94,8 +92,9 @@ func (c *launch) startMonitor() error {
 	c.monitorFD, c.monitored.MonitorPID = proc, pid
 	// It is a child that was not reaped, so the pid is its own.
 	c.monitored.MonitorStartTime, err = pidfd.StartTime(pid)
-	for _, f := range files { // the container's input must end when the monitor closes it
-		err = errors.Join(err, f.Close())
+	if c.io.stdin != nil { // it must end when the monitor closes it
+		err = errors.Join(err, c.io.stdin.Close())
+		c.io.stdin = nil
 	}
 	return err
 }
@@ -112,16 +111,6 @@ func (c *launch) monitorFiles() []*os.File {
 		}
 	}
 	return inherited
-}
-
-// ignoreForChild ignores the signals that a monitor ignores, so that a child begins so. restore
-// handles them again.
-func ignoreForChild() (restore func()) {
-	signal.Ignore(proto.IgnoredSignals...)
-	return func() {
-		signal.Reset(proto.IgnoredSignals...)
-		keepSignalsHandled()
-	}
 }
 
 // spawn starts a program in a session of its own. The standard streams are null, and each file
@@ -142,8 +131,6 @@ func spawn(path string, args []string, null *os.File, files []*os.File) (pid int
 		Files: inherited,
 		Sys:   &syscall.SysProcAttr{Setsid: true, PidFD: &handle},
 	}
-	// Huge pages would round up the monitor's buffers. The child inherits this setting.
-	_ = unix.Prctl(unix.PR_SET_THP_DISABLE, 1, 0, 0, 0)
 	failpoint.Reach("launcher.start-monitor")
 	p, err := os.StartProcess(path, append([]string{filepath.Base(path)}, args...), attr)
 	if err != nil {
@@ -176,7 +163,11 @@ func (c *launch) handOver() error {
 // leave closes the files of the launch, and reaps its processes later.
 func (c *launch) leave() error {
 	c.l.children.add(c.started.InitPID, c.started.MonitorPID)
-	return errors.Join(c.gate.Close(), c.monitorFD.Close(), c.init.Close())
+	err := errors.Join(c.gate.Close(), c.monitorFD.Close(), c.init.Close())
+	for _, f := range c.monitorFiles() {
+		err = errors.Join(err, f.Close())
+	}
+	return err
 }
 
 // children are processes that this one reaps when they end. It is safe for concurrent use.

@@ -128,7 +128,7 @@ func (b *libcontainerBackend) create() (pid int, err error) {
 	if err := b.l.passFilter(b.process, b.config); err != nil {
 		return 0, err
 	}
-	if err := b.container.Start(b.process); err != nil {
+	if err := keepLockLimit(func() error { return b.container.Start(b.process) }); err != nil {
 		return 0, err
 	}
 	failpoint.Reach("launcher.init-started")
@@ -239,7 +239,7 @@ type waitPolicy func(waited time.Duration, runnable bool) bool
 func (c *launch) awaitCommand(mayWait waitPolicy) error {
 	begin := time.Now()
 	for pause := firstCheck; ; pause = min(2*pause, longestCheck) {
-		ended, err := pidfd.Ended(c.init) // the monitor reaps it
+		ended, err := pidfd.Ended(c.init) // it is reaped later
 		if err != nil {
 			return err
 		}

@@ -43,7 +43,7 @@ func Main(settings proto.LauncherSettings) int {
 	// If nohup or a script in the background has started the daemon, it ignores these signals, and
 	// containers would inherit that. signal.Reset does not help. Unlike SIG_IGN, a handler does not
 	// survive execve.
-	keepSignalsHandled()
+	signal.Notify(make(chan os.Signal, 1), unix.SIGHUP, unix.SIGINT)
 	// libcontainer passes this on to the container's init, whose start it shortens. This process's
 	// own runtime has already read it.
 	_ = os.Setenv("GOMAXPROCS", "1")
@@ -63,9 +63,6 @@ func Main(settings proto.LauncherSettings) int {
 	}
 	return 0
 }
-
-// keepSignalsHandled makes containers begin with the default action of SIGHUP and SIGINT.
-func keepSignalsHandled() { signal.Notify(make(chan os.Signal, 1), unix.SIGHUP, unix.SIGINT) }
 
 // daemonIsGone returns whether the connection is closed, because the daemon has cancelled the
 // request or has ended. Then the launcher has undone its work and sends no reply.
@@ -175,11 +172,16 @@ const restTime = time.Second
 const (
 	keptRequests = 16
 	launchWeight = 4
+	mostRequests = 200 // it releases memory without a rest, and descriptors before they reach proto.FirstKeptFD
 )
 
 // await receives the next request.
 func (l *launcher) await(r *proto.Request) ([]*os.File, error) {
 	if l.served < keptRequests {
+		return l.conn.Receive(r)
+	}
+	if l.served > mostRequests {
+		l.release()
 		return l.conn.Receive(r)
 	}
 	if err := l.conn.SetDeadline(time.Now().Add(restTime)); err != nil {
@@ -193,9 +195,14 @@ func (l *launcher) await(r *proto.Request) ([]*os.File, error) {
 	if !rests {
 		return files, err
 	}
+	l.release()
+	return l.conn.Receive(r)
+}
+
+// release frees the memory of earlier requests.
+func (l *launcher) release() {
 	debug.FreeOSMemory()
 	l.served = 0
-	return l.conn.Receive(r)
 }
 
 // reply sends a reply with the warnings since the last one.

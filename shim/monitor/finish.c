@@ -74,8 +74,8 @@ static bool may_see(int pid)
 	return !failed(SYS4(readlinkat, AT_FDCWD, path, target, sizeof(target)));
 }
 
-/* read_zombie reads the status of a child that has ended. It has not been reaped, so its pid cannot
- * have been reused. */
+/* read_zombie reads the status of a process that has ended. The caller makes sure that it has not
+ * been reaped, so that its pid was not reused. */
 static bool read_zombie(int pid, int *status)
 {
 	char path[64], stat[2048];
@@ -128,19 +128,28 @@ static bool reaped_status(int pidfd, int *status)
 }
 
 /*
- * foreign_status finds out the status of an init that is not a child: its launcher, or process 1,
- * reaps it at any time. If the process was not reaped after its zombie was read, the zombie was
- * init's. It returns whether the status is known.
+ * foreign_status finds out the status of an init that is not a child. Its launcher, or process 1,
+ * reaps it at any time. Before that, the status is in /proc, afterwards in the pidfd. A process that
+ * was not reaped after its zombie was read was that zombie. It returns false if the status is lost.
  */
 static bool foreign_status(const struct params *p, int *status)
 {
-	int seen = 0;
-	bool zombie = read_zombie(p->init_pid, &seen);
+	for (;; sleep_for(MILLISECOND)) {
+		int seen = 0;
+		bool zombie = read_zombie(p->init_pid, &seen);
 
-	if (reaped_status(p->init, status))
-		return true;
-	*status = seen;
-	return zombie && !failed(SYS4(pidfd_send_signal, p->init, 0, 0, 0));
+		REACH("monitor.zombie-read");
+		if (reaped_status(p->init, status))
+			return true;
+		REACH("monitor.not-reaped");
+		/* The kernel notes the status before the process disappears. */
+		if (SYS4(pidfd_send_signal, p->init, 0, 0, 0) == -ESRCH)
+			return reaped_status(p->init, status);
+		if (zombie) {
+			*status = seen;
+			return true;
+		}
+	}
 }
 
 /*

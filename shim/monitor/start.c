@@ -1,4 +1,5 @@
 #include <asm/signal.h>
+#include <linux/prctl.h>
 
 #include "monitor.h"
 
@@ -67,6 +68,8 @@ static int monitor_main(int argc, char **argv)
 	long result;
 
 	ignore_signals();
+	/* Huge pages would round up the buffers. */
+	SYS4(prctl, PR_SET_THP_DISABLE, 1, 0, 0);
 	REACH("monitor.started");
 	if (argc < 1 || !params_parse(&p, argc - 1, argv + 1)) {
 		complain("the command line is not a launcher's", 0);
@@ -77,7 +80,7 @@ static int monitor_main(int argc, char **argv)
 	result = monitor_init(&monitor, &p);
 	if (result < 0) {
 		/* If there is no monitor, no process logs, reaps or reports, so the container is ended. */
-		sys_kill(p.init_pid, SIGKILL);
+		SYS4(pidfd_send_signal, p.init, SIGKILL, 0, 0);
 		complain("take over from the launcher", result);
 		return 1;
 	}

@@ -6,8 +6,8 @@ import (
 	"syscall"
 )
 
-// IgnoredSignals are ignored by the monitor. A launcher ignores them, too, after its container's
-// init has started with its own signal settings.
+// IgnoredSignals are ignored by the monitor. A launcher that becomes a monitor ignores them, too,
+// after its container's init has started with its own signal settings.
 var IgnoredSignals = []os.Signal{
 	syscall.SIGHUP, syscall.SIGINT, syscall.SIGQUIT, syscall.SIGTERM, syscall.SIGUSR1, syscall.SIGUSR2,
 	syscall.SIGALRM, syscall.SIGVTALRM, syscall.SIGTSTP, syscall.SIGTTIN, syscall.SIGTTOU,

@@ -236,7 +236,7 @@ func (f *facts) comparePlugin(d *finder, p *process) {
 }
 
 // compareLauncher compares a launcher. A launcher exits with its daemon, unless berth-stream has
-// its exec. During a launch, it first becomes a monitor or undoes the launch.
+// its exec. During a launch, it first hands over to a monitor or undoes the launch.
 func (f *facts) compareLauncher(d *finder, p *process) {
 	if !p.isLauncher() || p.parent == f.daemon || f.isRecordedShim(p) {
 		return
@@ -257,8 +257,12 @@ func (f *facts) hasSessions() bool {
 	return false
 }
 
-// compareMonitor compares a monitor that was installed below root.
+// compareMonitor compares a monitor that was installed below root. Until it begins, the record names
+// the launcher that has started it.
 func (f *facts) compareMonitor(d *finder, p *process) {
+	if launcher := f.processes[p.parent]; launcher != nil && f.isRecordedShim(launcher) {
+		return
+	}
 	if p.monitorOf(f.node.Root) && !f.isRecordedShim(p) {
 		d.differ(p.String(), "a recorded container with a shim directory that names it", "a monitor without a shim record")
 	}
