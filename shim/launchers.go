@@ -58,7 +58,7 @@ type Launchers struct {
 
 	mu sync.Mutex
 	// +checklocks:mu
-	lent int // launchers that serve execs or pauses and then return to the pool
+	lent int // launchers that serve execs or launches and then return to the pool
 	// +checklocks:mu
 	idle []idleLauncher // idle longest first
 	// +checklocks:mu
@@ -134,7 +134,7 @@ func (l *Launchers) Close() error {
 // Counts are numbers of launchers.
 type Counts struct {
 	Idle    int    // ready for a launch or an exec
-	Serving int    // in an exec or the launch of a pause, and used again afterwards
+	Serving int    // in an exec or a launch, and used again afterwards
 	Started uint64 // since New
 	Lost    uint64 // exited while idle or during a launch, since New
 }
@@ -201,11 +201,11 @@ func (l *Launchers) missing() int {
 	if l.closed || !l.cfg.Warm {
 		return 0
 	}
-	// Launchers that serve an exec or a pause return later, but the next launch needs one at once.
+	// Launchers that serve a request return later, but the next launch needs one at once.
 	return max(l.cfg.Idle-len(l.idle)-l.lent, min(l.cfg.Idle, 1)-len(l.idle))
 }
 
-// lend counts the launchers that serve execs or pauses.
+// lend counts the launchers that serve a request and then return.
 func (l *Launchers) lend(n int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

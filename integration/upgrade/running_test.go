@@ -16,6 +16,7 @@ import (
 	"berth/integration/logs"
 	"berth/integration/machine"
 	"berth/integration/sessions"
+	"berth/shim"
 )
 
 // A newer daemon replaces the old one while pods run. Everything keeps running, and the old
@@ -100,9 +101,8 @@ func checkpointIsRefused(t *testing.T, c *harness.Container) {
 // initOf returns the container's init from the monitor's record.
 func initOf(t *testing.T, d *harness.Daemon, c *harness.Container) int {
 	t.Helper()
-	children := machine.ChildrenOf(harness.MonitorOf(t, d, c))
-	harness.Equal(t, "number of children of a monitor", len(children), 1)
-	return children[0]
+	harness.MonitorOf(t, d, c) // waits until the record is complete
+	return harness.Get(shim.ReadShim(filepath.Join(d.State, "c", c.Id)))(t).InitPID
 }
 
 // rotate renames and reopens the log. The monitor writes to the new file.

@@ -87,7 +87,7 @@ func (e *Exporter) Watch(pods Sandboxes, images Images, waits *task.Waits, root 
 		oomKills: e.desc(counter, "berth_oom_kills_total",
 			"Processes in containers that the kernel killed for lack of memory, also in containers that continue to run."),
 		launchers: e.desc(gauge, "berth_launchers",
-			"Processes that start containers, by state: idle, or serving an exec or a pause.", "state"),
+			"Processes that start containers, by state: idle, or serving a launch or an exec.", "state"),
 		launchersStarted: e.desc(counter, "berth_launchers_started_total", "Started launchers."),
 		launchersLost: e.desc(counter, "berth_launchers_lost_total",
 			"Launchers that exited unexpectedly while idle or during a launch."),
