@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -15,28 +16,60 @@ import (
 // ErrNotKnown means that the exit status of a process is not available.
 var ErrNotKnown = errors.New("exit status unknown")
 
-// ZombieStatus returns the wait status of an unreaped process, which need not be a child of the
+// EndStatus returns the wait status of a process that has ended, which need not be a child of the
 // caller. The process counts as exited once all its threads have exited. If a tracer holds a
 // thread, the pidfd does not report the exit before the tracer releases the thread.
 //
-// The error wraps ErrNotKnown if the process runs or was reaped, or if the caller may not trace it,
-// because the kernel then shows 0.
-func ZombieStatus(f *os.File) (unix.WaitStatus, error) {
+// The error wraps ErrNotKnown if the process runs, if it was reaped by a kernel that does not keep
+// the status (KeepsStatus), or if the caller may not trace it, because the kernel then shows 0.
+func EndStatus(f *os.File) (unix.WaitStatus, error) {
 	pid, err := pidOf(f)
 	if err != nil {
 		return 0, err
 	}
 	if pid <= 0 {
-		return 0, fmt.Errorf("process was reaped: %w", ErrNotKnown)
+		return keptStatus(f)
 	}
 	status, err := zombieStatus(pid)
+	if now, pidErr := pidOf(f); pidErr != nil || now != pid { // pid may belong to another process by now
+		return keptStatus(f)
+	}
 	if err != nil {
 		return 0, fmt.Errorf("status of process %d: %w", pid, err)
 	}
-	if now, err := pidOf(f); err != nil || now != pid { // pid may belong to another process by now
-		return 0, errors.Join(fmt.Errorf("process %d was reaped: %w", pid, ErrNotKnown), err)
-	}
 	return status, nil
+}
+
+// info is struct pidfd_info of linux/pidfd.h.
+type info struct {
+	mask, cgroup uint64
+	ids          [11]uint32
+	exitCode     int32
+}
+
+const (
+	getInfo  = 0xc040ff0b // PIDFD_GET_INFO: _IOWR(0xff, 11, struct pidfd_info)
+	infoExit = 8          // PIDFD_INFO_EXIT
+)
+
+// keptStatus returns the status that the kernel keeps of a reaped process.
+func keptStatus(f *os.File) (unix.WaitStatus, error) {
+	i := info{mask: infoExit}
+	conn, err := f.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var errno unix.Errno
+	err = conn.Control(func(fd uintptr) {
+		_, _, errno = unix.Syscall(unix.SYS_IOCTL, fd, getInfo, uintptr(unsafe.Pointer(&i)))
+	})
+	if err != nil {
+		return 0, err
+	}
+	if errno != 0 || i.mask&infoExit == 0 {
+		return 0, fmt.Errorf("process was reaped: %w", ErrNotKnown)
+	}
+	return unix.WaitStatus(i.exitCode), nil
 }
 
 func zombieStatus(pid int) (unix.WaitStatus, error) {

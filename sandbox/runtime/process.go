@@ -107,7 +107,7 @@ func (k Processes) writeExit(ctx context.Context, id, cgroupsPath string, r *oci
 	if run.Init == nil {
 		return errors.New("its init exited earlier")
 	}
-	status, err := pidfd.ZombieStatus(run.Init)
+	status, err := pidfd.EndStatus(run.Init)
 	if err != nil {
 		return err
 	}
@@ -217,7 +217,7 @@ func (r *Running) isZombie() bool {
 	if r.Init == nil {
 		return false
 	}
-	_, err := pidfd.ZombieStatus(r.Init)
+	_, err := pidfd.EndStatus(r.Init)
 	return err == nil
 }
 

@@ -157,7 +157,7 @@ func (f *facts) concerns(path string) bool {
 
 // mayWatch reports whether the daemon may hold a pidfd of a process.
 func (f *facts) mayWatch(pid int) bool {
-	if p := f.processes[pid]; p != nil && (p.parent == f.daemon || f.known(f.groupOf(p))) {
+	if p := f.processes[pid]; p != nil && (f.isDaemonOrLauncher(p.parent) || f.known(f.groupOf(p))) {
 		return true
 	}
 	for _, pod := range f.pods {
@@ -166,9 +166,23 @@ func (f *facts) mayWatch(pid int) bool {
 		}
 	}
 	for id := range f.containers {
-		if s := f.shims[id]; s != nil && (s.launched.MonitorPID == pid || s.launched.InitPID == pid) {
+		s := f.shims[id]
+		if s == nil {
+			continue
+		}
+		if s.launched.MonitorPID == pid || s.launched.InitPID == pid {
+			return true
+		}
+		// It was reaped, but its monitor has not reported that.
+		if pid == -1 && f.alive(s.launched.InitPID, s.launched.InitStartTime) == nil {
 			return true
 		}
 	}
 	return false
+}
+
+// isDaemonOrLauncher reports whether a process is the daemon or one of its launchers.
+func (f *facts) isDaemonOrLauncher(pid int) bool {
+	p := f.processes[pid]
+	return pid == f.daemon || p != nil && p.isLauncher() && p.parent == f.daemon
 }
