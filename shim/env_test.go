@@ -382,8 +382,8 @@ func checkTraces(tb testing.TB, before map[string]bool) {
 	}
 }
 
-// reapOrphans reaps the ended children, as process 1 does on a host: a launcher that ends leaves the
-// inits and monitors of its launches.
+// reapOrphans reaps the ended children, as process 1 does on a host: a launcher that ends leaves
+// the inits and monitors of its launches.
 func reapOrphans() {
 	for {
 		if pid, err := unix.Wait4(-1, nil, unix.WNOHANG, nil); err != unix.EINTR && pid <= 0 {

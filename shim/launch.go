@@ -100,8 +100,8 @@ func (l *Launchers) cleanUp(p *launcher, req *proto.Launch) error {
 	return l.removeLaunch(req)
 }
 
-// killMonitor kills the monitor that a lost launcher has started, and waits for its end. The monitor
-// would write an exit record.
+// killMonitor kills the monitor that a lost launcher has started, and waits for its end. The
+// monitor would write an exit record.
 func (p *launcher) killMonitor(dir string) error {
 	ids, err := ReadShim(dir)
 	if unread := (*fs.PathError)(nil); errors.As(err, &unread) && !errors.Is(err, fs.ErrNotExist) {
@@ -126,7 +126,8 @@ func (l *Launchers) cleanUpUnresponsive(p *launcher, req *proto.Launch) error {
 	if err := p.killUnresponsive(); err != nil {
 		return fmt.Errorf("kill the launcher: %w", err)
 	}
-	if err := p.killMonitor(req.Dir); err != nil { // the launcher may have read the request at the end
+	// The launcher may have read the request at the end.
+	if err := p.killMonitor(req.Dir); err != nil {
 		return err
 	}
 	failpoint.Reach("launch.remove-record")

@@ -31,7 +31,8 @@ func EndStatus(f *os.File) (unix.WaitStatus, error) {
 		return keptStatus(f)
 	}
 	status, err := zombieStatus(pid)
-	if now, pidErr := pidOf(f); pidErr != nil || now != pid { // pid may belong to another process by now
+	// pid may belong to another process by now.
+	if now, pidErr := pidOf(f); pidErr != nil || now != pid {
 		return keptStatus(f)
 	}
 	if err != nil {

@@ -74,7 +74,8 @@ func (k Processes) openMonitor(ctx context.Context, id string) (*os.File, proto.
 		f, err := pidfd.OpenVerified(ids.MonitorPID, ids.MonitorStartTime)
 		if err == nil {
 			var ended bool
-			if ended, err = pidfd.Exited(f); ended || err != nil { // a zombie that its parent does not reap
+			// It may be a zombie that its parent does not reap.
+			if ended, err = pidfd.Exited(f); ended || err != nil {
 				err = errors.Join(err, f.Close())
 				f = nil
 			}

@@ -172,7 +172,9 @@ const restTime = time.Second
 const (
 	keptRequests = 16
 	launchWeight = 4
-	mostRequests = 200 // it releases memory without a rest, and descriptors before they reach proto.FirstKeptFD
+	// After so many requests it releases memory without a rest. This also closes pidfds, before
+	// their numbers reach proto.FirstKeptFD.
+	mostRequests = 200
 )
 
 // await receives the next request.

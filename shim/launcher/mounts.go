@@ -84,8 +84,8 @@ func (c *launch) mountOn(layers rootfs.Spec, dir string) error {
 	return nil
 }
 
-// inOwnMounts calls do in the mount namespace of the launch. The calling thread may be in the host's
-// mount namespace (enterHost), where a request's RootPlace is another mount.
+// inOwnMounts calls do in the mount namespace of the launch. The calling thread may be in the
+// host's mount namespace (enterHost), where a request's RootPlace is another mount.
 func (c *launch) inOwnMounts(do func() error) error {
 	if c.ownMounts != nil {
 		return onOwnThread(func() error {

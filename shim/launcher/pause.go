@@ -340,8 +340,8 @@ func (b *pauseBackend) confine() error {
 }
 
 // keepLockLimit calls set and restores this process's limit of locked memory. On cgroup v2 package
-// cgroups lifts the limit to load the device program, for kernels before 5.11. Later children of the
-// launcher would have no limit.
+// cgroups lifts the limit to load the device program, for kernels before 5.11. Later children of
+// the launcher would have no limit.
 func keepLockLimit(set func() error) error {
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &limit); err != nil {

@@ -46,8 +46,8 @@ static void complain(const char *what, long result)
 	sys_write(2, l.at, l.len);
 }
 
-/* pass_gate waits until the launcher lets the monitor begin. It returns false if the launch was undone
- * or the launcher has ended. */
+/* pass_gate waits until the launcher lets the monitor begin. It returns false if the launch was
+ * undone or the launcher has ended. */
 static bool pass_gate(int gate)
 {
 	char byte;

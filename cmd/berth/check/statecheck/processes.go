@@ -257,8 +257,8 @@ func (f *facts) hasSessions() bool {
 	return false
 }
 
-// compareMonitor compares a monitor that was installed below root. Until it begins, the record names
-// the launcher that has started it.
+// compareMonitor compares a monitor that was installed below root. Until it begins, the record
+// names the launcher that has started it.
 func (f *facts) compareMonitor(d *finder, p *process) {
 	if launcher := f.processes[p.parent]; launcher != nil && f.isRecordedShim(launcher) {
 		return
