@@ -29,7 +29,8 @@ func readOOMScores() (oomScores, error) {
 // from libcontainer.
 func (s oomScores) lend(pid int) error { return s.set(pid, s.exec) }
 
-// giveBack restores a launcher's score after an exec, because the launcher may start a monitor or become one.
+// giveBack restores a launcher's score after an exec, because the launcher may start a monitor or
+// become one.
 func (s oomScores) giveBack(pid int) error { return s.set(pid, s.own) }
 
 func (s oomScores) set(pid, score int) error {

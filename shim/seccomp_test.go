@@ -92,7 +92,8 @@ func onlyShell(action specs.LinuxSeccompAction) *specs.LinuxSeccomp {
 		"getrandom", "getuid", "getgid", "geteuid", "getegid", "getpid", "getppid", "rt_sigaction", "rt_sigprocmask",
 		"rt_sigreturn", "sigreturn", "open", "openat", "read", "write", "close", "fcntl", "dup2", "dup3", "stat", "newfstatat", "fstat",
 		"lseek", "mmap", "munmap", "ioctl", "getcwd", "uname", "exit_group", "poll", "wait4", "vfork", "fork", "clone", "nanosleep",
-		"clock_nanosleep", "sendfile", "prctl", "gettid", "setuid", "setgid", // busybox drops the privileges of setuid programs
+		// busybox drops the privileges of setuid programs.
+		"clock_nanosleep", "sendfile", "prctl", "gettid", "setuid", "setgid",
 	}
 	if runtime.GOARCH == "arm64" {
 		calls = append(calls, "readlinkat", "ppoll") // it has no readlink and no poll

@@ -129,8 +129,9 @@ static bool reaped_status(int pidfd, int *status)
 
 /*
  * foreign_status finds out the status of an init that is not a child. Its launcher, or process 1,
- * reaps it at any time. Before that, the status is in /proc, afterwards in the pidfd. A process that
- * was not reaped after its zombie was read was that zombie. It returns false if the status is lost.
+ * reaps it at any time. Before that, the status is in /proc, afterwards in the pidfd. A process
+ * that was not reaped after its zombie was read was that zombie. It returns false if the status is
+ * lost.
  */
 static bool foreign_status(const struct params *p, int *status)
 {

@@ -37,7 +37,7 @@ type MonitorParams struct {
 	OOM       int // memory.events (v2) or memory.oom_control (v1)
 	OOMNotify int // v1: eventfd that becomes readable when OOM has changed
 	OOMParent int // v2: memory.events of the parent cgroup, which also counts this one's kills and outlives it
-	Gate      int // pipe from a launcher that lasts: a byte starts the monitor, the end of the pipe ends it
+	Gate      int // pipe from a launcher that lasts: a byte starts the monitor, its end ends it
 }
 
 // field is one parameter: its name on the command line and its place. Exactly one of text, number

@@ -94,8 +94,11 @@ type Launch struct {
 	SystemdCgroup bool                `json:"systemdCgroup,omitempty"` // cgroup driver
 	Restore       *Restore            `json:"restore,omitempty"`       // the checkpoint that the container continues; nil: it starts anew
 	Pause         PauseKind           `json:"pause,omitempty"`         // a sandbox's pause: no monitor, no log, no socket; empty: a container
-	Lasts         bool                `json:"lasts,omitempty"`         // the launcher serves again after the launch: a libcontainer container with its own or a pod's PID namespace, from Linux 6.15
 	Runtime       *ociruntime.Runtime `json:"runtime,omitempty"`       // the OCI runtime that makes the container, recorded in Dir; nil: libcontainer, in the launcher
+
+	// Lasts says that the launcher serves again after the launch. It needs Linux 6.15, libcontainer
+	// and a PID namespace other than the host's.
+	Lasts bool `json:"lasts,omitempty"`
 
 	// For containers only.
 	LogPath    string `json:"logPath,omitempty"`    // CRI log file; empty: output goes to attached clients only
@@ -169,7 +172,7 @@ var ExecHierarchies = []string{"", "freezer", "pids"}
 // Reply is a message from a launcher. Exactly one of Started, Exec, Exited and Error is set. Error
 // ends the request.
 type Reply struct {
-	Started  *Started     `json:"started,omitempty"` // comes with the pidfd of the container's init, and with Lasts that of the monitor
+	Started  *Started     `json:"started,omitempty"` // with pidfds of init and, if it Lasts, of the monitor
 	Exec     *ExecStarted `json:"exec,omitempty"`    // with the process's pidfd and, for a terminal, the pty's master
 	Exited   *Exited      `json:"exited,omitempty"`
 	Dump     *Dumped      `json:"dump,omitempty"`
