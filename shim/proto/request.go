@@ -172,7 +172,7 @@ var ExecHierarchies = []string{"", "freezer", "pids"}
 // Reply is a message from a launcher. Exactly one of Started, Exec, Exited and Error is set. Error
 // ends the request.
 type Reply struct {
-	Started  *Started     `json:"started,omitempty"` // with pidfds of init and, if it Lasts, of the monitor
+	Started  *Started     `json:"started,omitempty"` // with the pidfds of init and the monitor
 	Exec     *ExecStarted `json:"exec,omitempty"`    // with the process's pidfd and, for a terminal, the pty's master
 	Exited   *Exited      `json:"exited,omitempty"`
 	Dump     *Dumped      `json:"dump,omitempty"`
