@@ -48,6 +48,7 @@ type options struct {
 	checkpoint string
 	// coldDir is the directory of the large image. With it only cold starts are measured.
 	coldDir string
+	cgroup1 bool // the machine has cgroup v1, and only rows that depend on it are measured
 
 	external []string
 }
@@ -73,6 +74,7 @@ func main() {
 	flag.StringVar(&o.docs, "docs", "", "directory for performance.md and its drawings; empty: do not write them")
 	flag.StringVar(&o.checkpoint, "checkpoint", "", "directory with the programs runc and criu: measure only checkpoints by berth and by them")
 	flag.StringVar(&o.coldDir, "cold", "", "directory of cold.tar.gz, the layer of a large image: measure only starts of containers whose image is not there")
+	flag.BoolVar(&o.cgroup1, "cgroup1", false, "measure only the rows that depend on the version of cgroups, on a machine with cgroup v1")
 	flag.Parse()
 	o.external = flag.Args()
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM)
@@ -95,6 +97,9 @@ func run(ctx context.Context, o options) (err error) {
 	if o.coldDir != "" {
 		b.experiments, b.lines, open = coldExperiments(), coldRows(), b.openCold
 	}
+	if o.cgroup1 {
+		b.lines = report.Cgroup1Rows
+	}
 	if !slices.ContainsFunc(b.lines, b.selected) {
 		return fmt.Errorf("-rows %q matches none of %v", o.rows, b.keys())
 	}
@@ -113,7 +118,8 @@ func run(ctx context.Context, o options) (err error) {
 		return errors.Join(b.coldStarts().Print(os.Stdout), ctx.Err())
 	}
 	fmt.Println(b.setting())
-	if err := report.Table(os.Stdout, &b.results, b.columns(), b.selected); err != nil {
+	rows := slices.DeleteFunc(slices.Clone(b.lines), func(r report.Row) bool { return !b.selected(r) })
+	if err := report.Table(os.Stdout, rows, &b.results, b.columns()); err != nil {
 		return err
 	}
 	return ctx.Err()
@@ -137,9 +143,10 @@ func (b *bench) write() error {
 	if b.coldDir != "" {
 		return b.coldStarts().Write(b.docs)
 	}
-	return report.Page{
-		Setting: b.setting(), Cgroup1: !subject.Cgroup2(), Results: &b.results, Columns: b.columns(), Timelines: b.timelines,
-	}.Write(b.docs)
+	if b.cgroup1 {
+		return report.Cgroup1{Setting: b.setting(), Results: &b.results, Columns: b.columns()}.Write(b.docs)
+	}
+	return report.Page{Setting: b.setting(), Results: &b.results, Columns: b.columns(), Timelines: b.timelines}.Write(b.docs)
 }
 
 func (b *bench) coldStarts() report.ColdStarts {
@@ -220,11 +227,15 @@ func filesystem(dir string) string {
 	return fmt.Sprintf("a filesystem of type %#x", fs.Type)
 }
 
+// cgroups names the version of cgroups, and what a machine that has v1, too, does not give to v2.
 func cgroups() string {
-	if controllers, ok := subject.Controllers(); ok && len(controllers) == 0 {
-		return "cgroup v2 without controllers (pods have no limits)"
-	} else if ok {
+	controllers, ok := subject.Controllers()
+	if !ok {
+		return "cgroup v1"
+	}
+	missing := slices.DeleteFunc([]string{"cpu", "cpuset", "io", "memory", "pids"}, func(name string) bool { return slices.Contains(controllers, name) })
+	if len(missing) == 0 {
 		return "cgroup v2"
 	}
-	return "cgroup v1"
+	return "cgroup v2 without the controllers " + strings.Join(missing, ", ") + ", so no runtime sets their limits"
 }

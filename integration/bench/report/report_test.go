@@ -77,7 +77,7 @@ func TestPage(t *testing.T) {
 	results.Pace("start-host").Values, results.Pace("exec").Values = []float64{8, 9, 9}, []float64{5, 6, 7}
 	*results.Of("exec", "other") = Series{Failed: "it `fails`\nfor this reason"}
 	dir := t.TempDir()
-	page := Page{Setting: "here", Cgroup1: true, Results: &results, Columns: []Column{{Name: "other"}, {Name: Ours}},
+	page := Page{Setting: "here", Results: &results, Columns: []Column{{Name: "other"}, {Name: Ours}},
 		Timelines: []Timeline{{Network: "host", Name: Ours, Took: 3 * time.Millisecond, Spans: []Span{{Name: "RunPodSandbox", End: 3 * time.Millisecond}}}}}
 	if err := page.Write(dir); err != nil {
 		t.Fatal(err)
@@ -97,7 +97,7 @@ func TestPage(t *testing.T) {
 		"| ExecSync `true`, ms | 5.00 | failed | **4.00** (n 1) | ×1.00 |\n",
 		"### host network, to Running\n\n16.0 instead of 15.0 ms.\n\n",
 		"- ExecSync `true`, other, after 0 samples: `it 'fails'`\n",
-		"measured on cgroup v1", "CRI-O was not measured", "shortest one (6.0 ms)", "StopPodSandbox, built-in network, ms | 8.00 | – | – | – |",
+		"shortest one (6.0 ms)", "StopPodSandbox, built-in network, ms | 8.00 | – | – | – |",
 		"RunPodSandbox  ",
 	} {
 		if !strings.Contains(string(content), want) {
@@ -119,6 +119,33 @@ func TestReasonsBelongToRows(t *testing.T) {
 		if !slices.ContainsFunc(slices.Concat(Rows, CheckpointRows), func(r Row) bool { return r.Key == key }) || reason == "" {
 			t.Errorf("%q: %q", key, reason)
 		}
+	}
+}
+
+// A measurement of cgroup v1 replaces its own section, before the other sections.
+func TestCgroup1Section(t *testing.T) {
+	dir := t.TempDir()
+	page := Page{Setting: "all rows", Results: &Results{}, Columns: []Column{{Name: Ours}}}
+	if err := page.Write(dir); err != nil {
+		t.Fatal(err)
+	}
+	for _, start := range []float64{30, 50} {
+		var results Results
+		*results.Of("start-host", Ours) = Series{Values: []float64{start}}
+		if err := (Cgroup1{Setting: "cgroup v1\n", Results: &results, Columns: page.Columns}).Write(dir); err != nil {
+			t.Fatal(err)
+		}
+	}
+	content, err := os.ReadFile(filepath.Join(dir, "performance.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, section, after := cutSection(string(content), cgroup1Heading)
+	if !strings.Contains(section, "| host network, to Running, ms | 15.0 | 50.0 (n 1) |") || strings.Contains(section, "PSS") {
+		t.Errorf("the section does not have the rows that depend on cgroups:\n%s", section)
+	}
+	if !strings.HasPrefix(after, drawingsHeading) || strings.Count(string(content), cgroup1Heading) != 1 {
+		t.Errorf("the section has another place:\n%s", content)
 	}
 }
 

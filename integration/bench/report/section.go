@@ -9,15 +9,11 @@ import (
 	"strings"
 )
 
-// These begin sections that are written by hand. The first has the table that contrib/bench -cgroup2
-// prints.
-const (
-	cgroup2Heading   = "## Cgroup v2\n"
-	startCostHeading = "## What a start costs\n"
-)
+// startCostHeading begins a section that is written by hand.
+const startCostHeading = "## What a start costs\n"
 
 // sections are the headings of the sections that are measured separately, in the order of the page.
-var sections = []string{cgroup2Heading, checkpointHeading, coldHeading, startCostHeading}
+var sections = []string{cgroup1Heading, checkpointHeading, coldHeading, startCostHeading}
 
 // writeSection replaces a section in the performance.md of a directory.
 func writeSection(dir, heading string, markdown func(*bytes.Buffer) error) error {

@@ -10,17 +10,17 @@ import (
 // Ours is the column with which others are compared.
 const Ours = "berth"
 
-// Table writes the selected rows as Markdown: median and 99th percentile, the ratio of each other
-// runtime's median to ours, and the slowness of the machine.
-func Table(w io.Writer, results *Results, columns []Column, selected func(Row) bool) error {
+// Table writes rows as Markdown: median and 99th percentile, the ratio of each other runtime's
+// median to ours, and the slowness of the machine.
+func Table(w io.Writer, rows []Row, results *Results, columns []Column) error {
 	t := tableWriter{w: w}
 	t.line("|", " | goal |")
 	for _, c := range columns {
 		t.printf(" %s |", c.Name)
 	}
 	t.printf(" machine |\n|---|---:|%s\n", strings.Repeat("---:|", len(columns)+1))
-	for _, row := range Rows {
-		if !selected(row) || row.Optional && !measured(results, row, columns) {
+	for _, row := range rows {
+		if row.Optional && !measured(results, row, columns) {
 			continue
 		}
 		t.printf("| %s, %s | %s |", row.Title, row.Unit, row.goal())
