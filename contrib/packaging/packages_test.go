@@ -124,6 +124,7 @@ func want(prefix, cni, zsh string) []file {
 		{cni + "/berth-net", program, ""},
 		{prefix + "/lib/systemd/system/berth.service", data, ""},
 		{prefix + "/lib/systemd/system/berth.socket", data, ""},
+		{prefix + "/lib/modules-load.d/berth.conf", data, ""},
 		{prefix + "/lib/sysctl.d/60-berth.conf", data, ""},
 		{prefix + "/lib/tmpfiles.d/berth.conf", data, ""},
 		{prefix + "/share/bash-completion/completions/berth", data, ""},

@@ -23,6 +23,8 @@ func script(t *testing.T, dir, name string) func(args ...string) (string, error)
 	text := below.Replace(string(content))
 	path := filepath.Join(dir, filepath.Base(name))
 	writeProgram(t, path, text)
+	// A kernel may lack the module.
+	writeProgram(t, dir+"/bin/modprobe", "#!/bin/sh\necho \"$@\" >"+dir+"/modules\nexit 1\n")
 	return func(args ...string) (string, error) {
 		cmd := exec.Command("sh", append([]string{path}, args...)...)
 		cmd.Env = append(os.Environ(), "PATH="+dir+"/bin:"+os.Getenv("PATH"))
@@ -120,6 +122,9 @@ echo restart >>`+dir+`/done
 `)
 				out, err := script(t, dir, name)(args...)
 				done, _ := os.ReadFile(dir + "/done") // missing: no restart
+				if modules, err := os.ReadFile(dir + "/modules"); string(modules) != "-q br_netfilter\n" {
+					t.Errorf("loads the modules %q, %v", modules, err)
+				}
 				_, failed := os.Stat(dir + "/usr/lib/berth/previous/failed")
 				ok := tt.want == ""
 				if (err == nil) != ok || !strings.Contains(out, tt.want) || string(done) != tt.done || (failed != nil) != ok {
