@@ -63,6 +63,27 @@ func TestUpgradeCheck(t *testing.T) {
 	d.StateMatches(t)
 }
 
+// A daemon reads its files again when an upgrade restarts it. The check finds what it would refuse,
+// although the running daemon has started with other content.
+func TestUpgradeCheckReadsFilesOfDaemon(t *testing.T) {
+	d := harness.StartDaemon(t)
+	before := harness.Get(os.ReadFile(d.ConfigFile()))(t)
+	for _, tt := range []struct{ name, added, want string }{
+		{"unchanged", "", ""},
+		{"a missing file", "registry.registries_conf = '/no/such/file'\n", "failure  configuration: read registries.conf: "},
+		{"an unknown option", "no_such_option = 1\n", "no_such_option"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			harness.Must(t, os.WriteFile(d.ConfigFile(), append([]byte(tt.added), before...), 0o600))
+			out, err := d.Command("upgrade", "--check", "--listen", d.Socket).CombinedOutput()
+			harness.Must(t, os.WriteFile(d.ConfigFile(), before, 0o600))
+			if (err == nil) != (tt.want == "") || !strings.Contains(string(out), tt.want) {
+				t.Errorf("%v; want %q in:\n%s", err, tt.want, out)
+			}
+		})
+	}
+}
+
 // treeOf lists the files of a daemon's root and state with their times. Not directories: checks of
 // the node make and remove temporary ones.
 func treeOf(t *testing.T, d *harness.Daemon) string {

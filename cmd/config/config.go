@@ -140,7 +140,7 @@ type Config struct {
 	NetNSDir            string   `key:"network.netns_dir" old:"netns_dir" default:"/run/netns" path:"abs" doc:"Directory of pinned network namespaces of pods, named berth-<pod ID>. The ip tool lists those in /run/netns."`
 
 	CNIConfDir  string   `key:"cni.conf_dir" old:"cni_conf_dir" flag:"cni-conf-dir" default:"/etc/cni/net.d" path:"abs" reload:"true" doc:"Directory of CNI network configurations. The first valid file in lexical order is used. Changes take effect without a restart."`
-	CNIBinDirs  []string `key:"cni.bin_dirs" old:"cni_bin_dirs" flag:"cni-bin-dir" default:"/opt/cni/bin,/usr/lib/cni" path:"abs" reload:"true" doc:"Directories of CNI plugins, searched in this order. Distribution packages install into /usr/lib/cni."`
+	CNIBinDirs  []string `key:"cni.bin_dirs" old:"cni_bin_dirs" flag:"cni-bin-dir" default:"/opt/cni/bin,/usr/lib/cni,/usr/libexec/cni" path:"abs" reload:"true" doc:"Directories of CNI plugins, searched in this order. Debian's packages install into /usr/lib/cni, RPMs into /usr/libexec/cni."`
 	CNICacheDir string   `key:"cni.cache_dir" old:"cni_cache_dir" path:"optional" doc:"Directory for the CNI library's cache of results. Empty: cni below root."`
 	CNITimeout  Duration `key:"cni.timeout" old:"cni_timeout" default:"110s" min:"100ms" doc:"Limit for the plugins of one network to attach or detach a pod. After that they are killed with all their children. The default is below kubelet's two minutes for stopping a pod, so that events name the hanging plugin."`
 

@@ -22,7 +22,7 @@ func TestDefaultsMatchTags(t *testing.T) {
 		CgroupDriver: "auto",
 		Network:      "cni", NetworkBridge: "berth0", NetworkSubnets: []string{"10.83.0.0/16", "fdb6:83e7:2d10::/64"}, NetworkRoutes: []string{}, NetworkMasquerade: true,
 		NetworkNoMasquerade: []string{},
-		CNIConfDir:          "/etc/cni/net.d", CNIBinDirs: []string{"/opt/cni/bin", "/usr/lib/cni"}, NetNSDir: "/run/netns",
+		CNIConfDir:          "/etc/cni/net.d", CNIBinDirs: []string{"/opt/cni/bin", "/usr/lib/cni", "/usr/libexec/cni"}, NetNSDir: "/run/netns",
 		DockerConfig: "", CheckpointRestore: "off", AuthFiles: []string{}, SignatureRegistriesDir: "/etc/containers/registries.d", SignatureMaxPlugins: 10, SignaturePluginTimeout: Duration{10 * time.Second}, RegistryDirs: []string{"/etc/berth/certs.d", "/etc/containerd/certs.d"}, PinnedImages: []string{},
 		MaxParallelDownloads: 8, MaxRangeRequests: 16, PullPressureLimit: 20, PeersUploads: 8, PartialLayerTTL: Duration{24 * time.Hour}, PeersSeeds: []string{}, StallTimeout: Duration{time.Minute}, CNITimeout: Duration{110 * time.Second}, WaitLimit: Duration{time.Minute}, PreloadDirs: []string{"/etc/berth/images.d"}, MaxLayerBytes: 256 << 30, MaxLayerEntries: 4 << 20, LazyPolicy: "off", LazyStall: Duration{time.Minute}, LazyMinBytes: 32 << 20, LazyMinTime: Duration{2 * time.Second}, LazyMemory: 64 << 20, IndexBytes: 0, DiskReservePercent: 5, DiskReserveBytes: 4 << 30, WritableLayerProjects: 1 << 30,
 		LayerDriver: "auto", ImageVolumes: "bind",

@@ -216,6 +216,9 @@ func (a *attachment) tryPorts(ctx context.Context, kept addresses.Reservation, p
 	if _, err := a.install(ctx); err != nil { // the rules may have been deleted meanwhile
 		return err
 	}
+	if err := a.setServices(); err != nil {
+		return err
+	}
 	if err := a.store.SetNote(kept, note); err != nil {
 		return err
 	}

@@ -130,8 +130,10 @@ func (a *attachment) restore(ctx context.Context) (written bool, err error) {
 	if err := bridge.Prepare(bridge.Prefixes); err != nil {
 		return false, err
 	}
-	if ok, err := a.filter.Installed(a.rules(bridge)); ok || err != nil {
+	if ok, err := a.filter.Installed(a.rules(bridge)); err != nil {
 		return false, err
+	} else if ok {
+		return false, a.setServices()
 	}
 	if err := a.openStore(); err != nil { // the directory with the lock may have been deleted
 		return false, err
@@ -141,7 +143,23 @@ func (a *attachment) restore(ctx context.Context) (written bool, err error) {
 		return false, err
 	}
 	defer unlock()
-	return a.install(ctx)
+	if written, err = a.install(ctx); err != nil {
+		return written, err
+	}
+	return written, a.setServices()
+}
+
+// setServices tells the rules which addresses belong to Services. If the rules are missing, the
+// next call of restore or tryPorts writes them.
+func (a *attachment) setServices() error {
+	addresses, err := links.ServiceAddresses()
+	if err != nil {
+		return err
+	}
+	if err := a.filter.SetServices(a.Key(), addresses); !errors.Is(err, rules.ErrGone) {
+		return err
+	}
+	return nil
 }
 
 // rules returns the wanted rules. They contain all subnets of the bridge, because older pods may

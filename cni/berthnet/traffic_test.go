@@ -283,6 +283,56 @@ func TestWithoutMasquerading(t *testing.T) {
 	}
 }
 
+// Host ports of all addresses leave the Services of kube-proxy alone. In IPVS mode their addresses
+// are the node's, on a dummy device. The kernel of the tests may lack this kind of device.
+func TestHostPortsSpareServices(t *testing.T) {
+	newWorld(t)
+	proxy := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "kube-ipvs0"}, PeerName: "carrier"}
+	testutil.Must(t, netlink.LinkAdd(proxy))
+	t.Cleanup(func() { testutil.Must(t, netlink.LinkDel(proxy)) })
+	addressed(t, "carrier") // IPv6 addresses need it
+	addressed(t, "kube-ipvs0", "10.96.0.1/32", "fd96::1/128")
+	b := newBed(t, nil)
+	server := b.attached(hostPorts(map[string]any{"hostPort": 443, "containerPort": 443},
+		map[string]any{"hostPort": 444, "containerPort": 443, "hostIP": "10.96.0.1"}))
+	answering(t, server.netns, "tcp", 443)
+	client := b.attached(nil)
+	expect := func(what, service, address string) {
+		t.Helper()
+		gateway, world := "10.99.0.1", world4
+		if address == node6 {
+			gateway, world = "fd99::1", world6
+		}
+		for _, c := range []conversation{
+			{what + ": node to its own address", "", "tcp", "443", address, address},
+			{what + ": pod to the node", client.netns, "tcp", "443", address, gateway},
+			{what + ": world to the node", worldNS, "tcp", "443", address, world},
+			{what + ": node to Service", "", "tcp", "443", service, ""},
+			{what + ": pod to Service", client.netns, "tcp", "443", service, ""},
+		} {
+			c.check(t)
+		}
+	}
+	expect("before the pod", "10.96.0.1", node4)
+	expect("before the pod", "fd96::1", node6)
+	conversation{"host port of the Service's address", client.netns, "tcp", "444", "10.96.0.1", "10.99.0.1"}.check(t)
+
+	const moving = "192.0.2.10"
+	addressed(t, "kube-ipvs0", moving+"/32")
+	testutil.Must(t, b.status(nil))
+	expect("after the pod", moving, node4)
+	flushRuleset(t)
+	testutil.Must(t, b.status(nil))
+	expect("after a flush", moving, node4)
+
+	addr, err := netlink.ParseAddr(moving + "/32")
+	testutil.Must(t, err)
+	testutil.Must(t, netlink.AddrDel(proxy, addr))
+	addressed(t, "outside", moving+"/32")
+	testutil.Must(t, b.status(nil))
+	expect("moved to the node", "10.96.0.1", moving)
+}
+
 // routeTo adds a route to pods through the node.
 func routeTo(t *testing.T, subnet, gateway string) {
 	testutil.Must(t, netns.In(worldNS, func() error {

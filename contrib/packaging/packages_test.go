@@ -124,6 +124,7 @@ func want(prefix, cni, zsh string) []file {
 		{cni + "/berth-net", program, ""},
 		{prefix + "/lib/systemd/system/berth.service", data, ""},
 		{prefix + "/lib/systemd/system/berth.socket", data, ""},
+		{prefix + "/lib/modules-load.d/berth.conf", data, ""},
 		{prefix + "/lib/sysctl.d/60-berth.conf", data, ""},
 		{prefix + "/lib/tmpfiles.d/berth.conf", data, ""},
 		{prefix + "/share/bash-completion/completions/berth", data, ""},
@@ -203,6 +204,18 @@ func run(t *testing.T, name string, args ...string) string {
 	return string(out)
 }
 
+// searched reports an error if berth does not search for plugins in the directory of the package's.
+// Other packages of the distribution install their plugins there, too.
+func searched(t *testing.T, files []file) {
+	t.Helper()
+	dirs := config.Default().CNIBinDirs
+	for _, f := range files {
+		if dir, name := filepath.Split(f.path); name == "berth-net" && !slices.Contains(dirs, filepath.Clean(dir)) {
+			t.Errorf("%s is not among the default directories of plugins %q", dir, dirs)
+		}
+	}
+}
+
 func TestDebContents(t *testing.T) {
 	deb := one(t, packages(t), "berth_"+version+"_*.deb")
 	var got []file
@@ -212,6 +225,7 @@ func TestDebContents(t *testing.T) {
 			got = append(got, file{path, words[0], words[1]})
 		}
 	}
+	searched(t, got)
 	compare(t, got, owned(append(want("/usr", "/usr/lib/cni", "/usr/share/zsh/vendor-completions"),
 		fallback,
 		file{"/etc/berth/", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d/", "drwxr-xr-x", ""}, file{"/etc/berth/config.d/", "drwxr-xr-x", ""}, file{"/etc/berth/images.d/", "drwxr-xr-x", ""},
@@ -251,6 +265,7 @@ func TestRPMContents(t *testing.T) {
 		words := strings.Fields(line)
 		got = append(got, file{words[0], words[1], words[2]})
 	}
+	searched(t, got)
 	compare(t, got, owned(append(want("/usr", "/usr/libexec/cni", "/usr/share/zsh/site-functions"),
 		fallback,
 		file{"/etc/berth", "drwxr-xr-x", ""}, file{"/etc/berth/certs.d", "drwxr-xr-x", ""}, file{"/etc/berth/config.d", "drwxr-xr-x", ""}, file{"/etc/berth/images.d", "drwxr-xr-x", ""}, file{"/usr/share/berth", "drwxr-xr-x", ""},

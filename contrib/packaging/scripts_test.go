@@ -23,6 +23,8 @@ func script(t *testing.T, dir, name string) func(args ...string) (string, error)
 	text := below.Replace(string(content))
 	path := filepath.Join(dir, filepath.Base(name))
 	writeProgram(t, path, text)
+	// A kernel may lack the module.
+	writeProgram(t, dir+"/bin/modprobe", "#!/bin/sh\necho \"$@\" >"+dir+"/modules\nexit 1\n")
 	return func(args ...string) (string, error) {
 		cmd := exec.Command("sh", append([]string{path}, args...)...)
 		cmd.Env = append(os.Environ(), "PATH="+dir+"/bin:"+os.Getenv("PATH"))
@@ -120,6 +122,9 @@ echo restart >>`+dir+`/done
 `)
 				out, err := script(t, dir, name)(args...)
 				done, _ := os.ReadFile(dir + "/done") // missing: no restart
+				if modules, err := os.ReadFile(dir + "/modules"); string(modules) != "-q br_netfilter\n" {
+					t.Errorf("loads the modules %q, %v", modules, err)
+				}
 				_, failed := os.Stat(dir + "/usr/lib/berth/previous/failed")
 				ok := tt.want == ""
 				if (err == nil) != ok || !strings.Contains(out, tt.want) || string(done) != tt.done || (failed != nil) != ok {
@@ -221,6 +226,60 @@ esac
 				}
 			})
 		}
+	}
+}
+
+// A removal keeps copies for a purge. It succeeds without a configuration, and if the disk is full.
+func TestRemovalKeepsCopies(t *testing.T) {
+	t.Parallel()
+	for _, tt := range []struct {
+		name            string
+		configured, fit bool
+	}{{"configured", true, true}, {"without configuration", false, true}, {"disk full", true, false}} {
+		t.Run(tt.name, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			prerm := script(t, dir, "deb/prerm")
+			for _, name := range []string{"berth", "berth-shim", "berth-unpack", "berth-verify", "berth-task", "berth-stream"} {
+				writeProgram(t, dir+"/usr/bin/"+name, "#!/bin/sh\n")
+			}
+			if tt.configured {
+				writeProgram(t, dir+"/etc/berth/config.toml", "")
+			}
+			if !tt.fit {
+				writeProgram(t, dir+"/bin/ln", "#!/bin/sh\nexit 1\n") // another file system
+				writeProgram(t, dir+"/bin/cp", "#!/bin/sh\nexit 1\n")
+			}
+			testutil.Must(t, os.MkdirAll(dir+"/var/lib", 0o755))
+			out, err := prerm("remove")
+			if err != nil || strings.Contains(out, "berth reset") == tt.fit {
+				t.Errorf("error %v: %s", err, out)
+			}
+			keep := dir + "/var/lib/berth/uninstall"
+			for path, want := range map[string]bool{"/berth-stream": tt.fit, "/etc/config.toml": tt.fit && tt.configured, "": tt.fit} {
+				if _, err := os.Stat(keep + path); (err == nil) != want {
+					t.Errorf("%s: %v, want it: %v", keep+path, err, want)
+				}
+			}
+		})
+	}
+}
+
+// A purge that has no program to remove the pods leaves their state.
+func TestPurgeWithoutCopiesKeepsPods(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	record := dir + "/var/lib/berth/pods/x"
+	writeProgram(t, record, "")
+	writeProgram(t, dir+"/bin/ischroot", "#!/bin/sh\nexit 1\n")
+	purge := script(t, dir, "deb/postrm")
+	out, err := purge("purge")
+	if _, missing := os.Stat(record); err == nil || missing != nil || !strings.Contains(out, "berth reset") {
+		t.Errorf("error %v, record: %v: %s", err, missing, out)
+	}
+	testutil.Must(t, os.Remove(record))
+	if out, err := purge("purge"); err != nil {
+		t.Errorf("error %v: %s", err, out)
 	}
 }
 

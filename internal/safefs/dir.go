@@ -303,7 +303,7 @@ func (d *Dir) Create(name string, perm uint32) (*os.File, error) {
 	return os.NewFile(uintptr(fd), name), nil
 }
 
-// OpenRegular opens the regular file name with O_RDONLY, or with O_WRONLY|O_TRUNC. It returns
+// OpenRegular opens the regular file name with O_RDONLY or O_WRONLY. It returns
 // [ErrNotRegular] for other types, and for a symlink. Like the function [OpenRegular] it never
 // opens a device or a FIFO.
 func (d *Dir) OpenRegular(name string, flags int) (*os.File, error) {

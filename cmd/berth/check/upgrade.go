@@ -17,6 +17,7 @@ import (
 
 	"berth/checkpoint/record"
 	"berth/cmd/berth/check/nodecheck"
+	"berth/cmd/berth/check/statecheck"
 	"berth/cmd/berth/cli"
 	"berth/cmd/berthd/daemon"
 	"berth/cmd/config"
@@ -108,8 +109,14 @@ func checkUpgrade(ctx context.Context, cmd *cobra.Command) error {
 			return err
 		}
 	}
+	next := cfg
+	if checked.Config != cfg {
+		if next, warnings, err = afterRestart(cmd.Flags(), checked.Config); err != nil {
+			return err
+		}
+	}
 	cfg = checked.Config
-	findings := []nodecheck.Finding{checkDaemon(ctx), checkConfiguration(cfg, warnings)}
+	findings := []nodecheck.Finding{checkDaemon(ctx), checkConfiguration(next, warnings)}
 	for _, check := range []func(*config.Config) (nodecheck.Finding, error){checkRecords, checkLaunches} {
 		finding, err := check(cfg)
 		if err != nil {
@@ -167,6 +174,40 @@ func checkDaemon(ctx context.Context) nodecheck.Finding {
 		return finding(subject, fmt.Sprintf("%s is %q, this program is %q", program, text, version.Full()), fix, "")
 	}
 	return finding(subject, "", "", text)
+}
+
+// afterRestart returns the configuration that the running daemon would have after a restart. It is
+// that of the daemon's files, which may have changed since its start, with the daemon's flags.
+// Flags given here take precedence. The warnings are those of [config.Load].
+func afterRestart(flags *pflag.FlagSet, running *config.Config) (*config.Config, []string, error) {
+	args, err := daemonArguments(running)
+	if err != nil {
+		return nil, nil, fmt.Errorf("read the flags of the daemon: %w", err)
+	}
+	own := pflag.NewFlagSet(daemon.Program, pflag.ContinueOnError)
+	config.AddFlags(own)
+	if err := own.Parse(args); err != nil {
+		return nil, nil, fmt.Errorf("the daemon's arguments: %w", err)
+	}
+	flags.Visit(func(given *pflag.Flag) {
+		if f := own.Lookup(given.Name); f != nil {
+			*f = *given
+		}
+	})
+	return config.Load(own)
+}
+
+// daemonArguments returns the arguments of the daemon's process. They are empty if it has ended.
+func daemonArguments(running *config.Config) ([]string, error) {
+	pid, err := statecheck.Daemon(running.Root)
+	if err != nil || pid == 0 {
+		return nil, err
+	}
+	line, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+	if err != nil {
+		return nil, err
+	}
+	return strings.Split(strings.TrimSuffix(string(line), "\x00"), "\x00")[1:], nil
 }
 
 // checkConfiguration reports what a daemon refuses at its start.

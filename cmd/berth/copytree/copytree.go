@@ -8,6 +8,10 @@
 // works on open directories and follows no symlink. It runs no program of either tree. Symlinks are
 // copied unchanged. Devices, FIFOs and sockets are skipped and reported, because a device node on
 // the host would give access to the device.
+//
+// Both trees may show the same files, because a volume of the host is mounted in a container. A
+// file is not copied onto itself, nor a directory into itself. Only the inode identifies them,
+// because their paths differ.
 package copytree
 
 import (
@@ -18,6 +22,7 @@ import (
 	"io/fs"
 	"os"
 	"path"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -75,17 +80,21 @@ func Copy(ctx context.Context, from, to Place, o Options) error {
 	}
 	defer target.Close()
 	if name == "" {
-		return c.children(dir, target, 0)
+		return c.content(dir, target, nil)
 	}
 	if newName != "" {
-		return c.entry(dir, name, target, newName, 0)
+		id, err := identify(target)
+		if err != nil {
+			return err
+		}
+		return c.entry(dir, name, target, newName, []inode{id})
 	}
 	content, err := dir.Open(name)
 	if err != nil {
 		return err
 	}
 	defer content.Close()
-	return c.children(content, target, 0)
+	return c.content(content, target, nil)
 }
 
 // source resolves the source's path. An empty name means the root.
@@ -144,8 +153,19 @@ type copier struct {
 	Options
 }
 
-// entry copies one entry of a directory.
-func (c copier) entry(from *safefs.Dir, name string, to *safefs.Dir, newName string, depth int) error {
+// inode identifies a file on any path.
+type inode struct{ dev, ino uint64 }
+
+func inodeOf(st *unix.Stat_t) inode { return inode{st.Dev, st.Ino} }
+
+func identify(d *safefs.Dir) (inode, error) {
+	st, err := d.Stat("")
+	return inodeOf(&st), err
+}
+
+// entry copies one entry of a directory. The last element of into is to, the others are the
+// directories above it, down from the destination.
+func (c copier) entry(from *safefs.Dir, name string, to *safefs.Dir, newName string, into []inode) error {
 	if err := c.ctx.Err(); err != nil {
 		return context.Cause(c.ctx)
 	}
@@ -155,7 +175,7 @@ func (c copier) entry(from *safefs.Dir, name string, to *safefs.Dir, newName str
 	}
 	switch st.Mode & unix.S_IFMT {
 	case unix.S_IFDIR:
-		return c.directory(from, name, to, newName, depth)
+		return c.directory(from, name, to, newName, into)
 	case unix.S_IFREG:
 		return c.file(from, name, to, newName)
 	case unix.S_IFLNK:
@@ -165,8 +185,8 @@ func (c copier) entry(from *safefs.Dir, name string, to *safefs.Dir, newName str
 	return nil
 }
 
-func (c copier) directory(from *safefs.Dir, name string, to *safefs.Dir, newName string, depth int) error {
-	if depth == maxDepth {
+func (c copier) directory(from *safefs.Dir, name string, to *safefs.Dir, newName string, into []inode) error {
+	if len(into) > maxDepth {
 		return fmt.Errorf("copy /%s: the tree has more than %d levels", safefs.Join(from.Path(), name), maxDepth)
 	}
 	src, err := from.Open(name)
@@ -174,6 +194,9 @@ func (c copier) directory(from *safefs.Dir, name string, to *safefs.Dir, newName
 		return err
 	}
 	defer src.Close()
+	if err := outside(src, into); err != nil {
+		return err
+	}
 	const private = 0o700 // until the owner is set
 	made := to.Mkdir(newName, private)
 	if made != nil && !errors.Is(made, fs.ErrExist) {
@@ -184,7 +207,7 @@ func (c copier) directory(from *safefs.Dir, name string, to *safefs.Dir, newName
 		return err
 	}
 	defer dst.Close()
-	if err := c.children(src, dst, depth+1); err != nil || made != nil {
+	if err := c.content(src, dst, into); err != nil || made != nil {
 		return err // an existing directory keeps its owner and mode
 	}
 	st, err := src.Stat("")
@@ -195,10 +218,27 @@ func (c copier) directory(from *safefs.Dir, name string, to *safefs.Dir, newName
 	return errors.Join(dst.Chown("", uid, gid), dst.Chmod(c.mode(&st)), dst.Utimes("", st.Atim, st.Mtim))
 }
 
-// children copies all entries of a directory.
-func (c copier) children(from, to *safefs.Dir, depth int) error {
+// outside returns an error if the copy of a directory would be inside of it.
+func outside(from *safefs.Dir, into []inode) error {
+	id, err := identify(from)
+	if err == nil && slices.Contains(into, id) {
+		err = fmt.Errorf("copy /%s: cannot copy a directory into itself", from.Path())
+	}
+	return err
+}
+
+// content copies all entries of a directory. into are the directories above to.
+func (c copier) content(from, to *safefs.Dir, into []inode) error {
+	id, err := identify(to)
+	if err != nil {
+		return err
+	}
+	into = append(slices.Clip(into), id)
+	if err := outside(from, into); err != nil {
+		return err
+	}
 	return from.EachName(func(name string) error {
-		err := c.entry(from, name, to, name, depth)
+		err := c.entry(from, name, to, name, into)
 		if errors.Is(err, fs.ErrNotExist) && gone(from, name) { // deleted meanwhile
 			return nil
 		}
@@ -226,17 +266,17 @@ func (c copier) file(from *safefs.Dir, name string, to *safefs.Dir, newName stri
 		return err
 	}
 	defer src.Close()
-	dst, err := create(to, newName)
+	var st unix.Stat_t
+	if err := unix.Fstat(int(src.Fd()), &st); err != nil {
+		return fmt.Errorf("stat /%s: %w", safefs.Join(from.Path(), name), err)
+	}
+	dst, err := create(to, newName, inodeOf(&st))
 	if err != nil {
-		return err
+		return fmt.Errorf("copy /%s: %w", safefs.Join(from.Path(), name), err)
 	}
 	defer func() { err = errors.Join(err, dst.Close()) }()
 	if _, err := io.Copy(dst, contextReader{c.ctx, src}); err != nil {
 		return fmt.Errorf("copy /%s: %w", safefs.Join(from.Path(), name), err)
-	}
-	var st unix.Stat_t
-	if err := unix.Fstat(int(src.Fd()), &st); err != nil {
-		return err
 	}
 	uid, gid := c.Owner(st.Uid, st.Gid)
 	fd := int(dst.Fd())
@@ -247,20 +287,38 @@ func (c copier) file(from *safefs.Dir, name string, to *safefs.Dir, newName stri
 }
 
 // create opens a file for writing. It truncates an existing file, which may be a mount such as
-// /etc/hosts, and replaces a symlink or a running program.
-func create(dir *safefs.Dir, name string) (*os.File, error) {
+// /etc/hosts, and replaces a symlink or a running program. The source itself stays as it is.
+func create(dir *safefs.Dir, name string, source inode) (*os.File, error) {
 	const private = 0o600 // until the owner is set
 	f, err := dir.Create(name, private)
 	if !errors.Is(err, fs.ErrExist) {
 		return f, err
 	}
-	if f, err := dir.OpenRegular(name, unix.O_WRONLY|unix.O_TRUNC); err == nil {
+	if f, err := dir.OpenRegular(name, unix.O_WRONLY); err == nil {
+		var st unix.Stat_t
+		err := unix.Fstat(int(f.Fd()), &st)
+		if err == nil && inodeOf(&st) == source {
+			err = sameFile(dir, name)
+		}
+		if err == nil {
+			err = f.Truncate(0)
+		}
+		if err != nil {
+			return nil, errors.Join(err, f.Close())
+		}
 		return f, nil
+	}
+	if st, err := dir.Stat(name); err == nil && inodeOf(&st) == source {
+		return nil, sameFile(dir, name)
 	}
 	if err := dir.Unlink(name); err != nil {
 		return nil, err
 	}
 	return dir.Create(name, private)
+}
+
+func sameFile(dir *safefs.Dir, name string) error {
+	return fmt.Errorf("it and /%s are the same file", safefs.Join(dir.Path(), name))
 }
 
 func (c copier) symlink(from *safefs.Dir, name string, to *safefs.Dir, newName string, st *unix.Stat_t) error {

@@ -149,6 +149,60 @@ func TestCopyRefusesImpossible(t *testing.T) {
 	}
 }
 
+// A volume of the host that is mounted in a container has two paths.
+func TestCopyKeepsSourceThatIsTheDestination(t *testing.T) {
+	t.Parallel()
+	const same, inside = "are the same file", "cannot copy a directory into itself"
+	for _, tt := range []struct{ from, to, want string }{
+		{"/d/a", "/d", same},
+		{"/d/a", "/d/a", same},
+		{"/d/a", "/d/hard", same},
+		{"/d/sub", "/d", inside},
+		{"/d/.", "/d", inside},
+		{"/.", "/", inside},
+		{"/d", "/d", inside},
+		{"/d", "/d/new", inside},
+		{"/d", "/d/sub", inside},
+		{"/d", "/d/sub/new", inside},
+		{"/.", "/d/sub", inside},
+	} {
+		t.Run(tt.from+" to "+tt.to, func(t *testing.T) {
+			t.Parallel()
+			root := tree(t, "d/a", "d/sub/b")
+			testutil.Must(t, os.Link(filepath.Join(root, "d/a"), filepath.Join(root, "d/hard")))
+			_, err := copyIn(t, root, tt.from, root, tt.to, Options{})
+			if err == nil || !strings.Contains(err.Error(), tt.want) {
+				t.Errorf("error %v, want %q", err, tt.want)
+			}
+			for _, line := range list(t, root) {
+				if strings.Count(line, "/") > 5 { // only the destination itself may have got a copy
+					t.Errorf("the copy contains itself: %s", line)
+				}
+				if name, content, _ := strings.Cut(line, "="); filepath.Base(name) == "a" && content != "d/a" {
+					t.Errorf("changed a file: %s", line)
+				}
+			}
+		})
+	}
+}
+
+// A running program cannot be opened for writing, so a copy replaces it.
+func TestCopyKeepsRunningProgramThatIsTheDestination(t *testing.T) {
+	t.Parallel()
+	self, err := os.Executable()
+	testutil.Must(t, err)
+	before, err := os.Stat(self)
+	testutil.Must(t, err)
+	dir := filepath.Dir(self)
+	_, err = copyIn(t, dir, filepath.Base(self), dir, filepath.Base(self), Options{})
+	if err == nil || !strings.Contains(err.Error(), "are the same file") {
+		t.Errorf("error %v", err)
+	}
+	if after, err := os.Stat(self); err != nil || !os.SameFile(before, after) {
+		t.Errorf("the program was replaced: %v", err)
+	}
+}
+
 func TestCopySkipsSpecialFilesAndSetID(t *testing.T) {
 	t.Parallel()
 	source := tree(t, "d/tool")

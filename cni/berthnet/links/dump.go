@@ -56,6 +56,26 @@ func addressesOf(index int) (all []netip.Prefix, err error) {
 	return all, nil
 }
 
+// proxyDevice is the device of kube-proxy in IPVS mode. It has the address of each Service, so that
+// the kernel delivers packets to these addresses to IPVS.
+const proxyDevice = "kube-ipvs0"
+
+// ServiceAddresses returns the node's addresses that belong to Services.
+func ServiceAddresses() (all []netip.Addr, err error) {
+	index, err := indexOf(proxyDevice)
+	if index == 0 || err != nil {
+		return nil, err
+	}
+	prefixes, err := addressesOf(index)
+	if err != nil && !errors.Is(err, unix.ENODEV) {
+		return nil, fmt.Errorf("list addresses of %s: %w", proxyDevice, err)
+	}
+	for _, p := range prefixes {
+		all = append(all, p.Addr())
+	}
+	return all, nil
+}
+
 // askAddresses returns the kernel's messages about one interface's addresses. They fit into one
 // piece, so changes cannot interrupt the list. Kernels before 4.20 return the addresses of all
 // interfaces, which need many pieces on a node whose proxy has an address per service (kube-ipvs0).

@@ -7,8 +7,8 @@
 // description in its name and has one rule, which no packet reaches. Installed checks only this
 // rule, because it disappears together with all other rules. Host ports of pods are elements of
 // maps. So attaching a pod with host ports takes one transaction, which adds elements. Attaching
-// another pod takes no transaction. Rules distinguish packets by interfaces and conntrack state,
-// and use no marks.
+// another pod takes no transaction. SetServices lists the node's addresses to which host ports do
+// not apply. Rules distinguish packets by interfaces and conntrack state, and use no marks.
 //
 // Other programs may delete the table with all others (nft flush ruleset). They may also delete
 // only the table's rules (nft flush table), which keeps the host ports in the maps. The next call
@@ -58,7 +58,7 @@ func table(network string) *nftables.Table {
 const markerPrefix = "made-from-"
 
 // format is the version of the rules. It must be increased with each change of the rules.
-const format = "4"
+const format = "5"
 
 func (n *Network) marker() string {
 	sum := sha256.Sum256(fmt.Appendf(nil, "%s %+v", format, *n))
@@ -182,6 +182,11 @@ func (n *Network) write(conn *nftables.Conn, old []string) error {
 			return err
 		}
 	}
+	for _, s := range services {
+		if err := conn.AddSet(s.set(t), nil); err != nil {
+			return err
+		}
+	}
 	ports := plain(conn, t, chainHostPorts)
 	n.forwardPorts(conn, ports)
 	n.redirect(conn, base(conn, t, "prerouting",
@@ -223,9 +228,12 @@ func (n *Network) redirect(conn *nftables.Conn, c *nftables.Chain) {
 }
 
 // forwardPorts redirects host ports to pods. Ports of one address take precedence over ports of all
-// addresses.
+// addresses, which do not apply to addresses of Services.
 func (n *Network) forwardPorts(conn *nftables.Conn, c *nftables.Chain) {
 	for _, m := range maps {
+		if !m.withIP {
+			add(conn, c, isFamily(m.v6), serviceSetOf(m.v6).match(), verdict(expr.VerdictReturn))
+		}
 		add(conn, c, isFamily(m.v6), m.lookUp(), m.toPod())
 	}
 }

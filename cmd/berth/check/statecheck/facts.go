@@ -131,6 +131,16 @@ func (f *facts) findDaemon() error {
 	return nil
 }
 
+// Daemon returns the process ID of the daemon that uses the directory root, or 0.
+func Daemon(root string) (pid int, err error) {
+	f := &facts{node: &Node{Root: root, proc: "/proc"}}
+	if err := f.readProcesses(); err != nil {
+		return 0, err
+	}
+	err = f.findDaemon()
+	return f.daemon, err
+}
+
 func (f *facts) readMounts() error {
 	file, err := os.Open(f.procFile("self/mountinfo"))
 	if err != nil {
