@@ -267,7 +267,7 @@ func (l *Launchers) expect() (done func()) {
 // Then ExpectPause does nothing, because the first move delays all changes of cgroups, including
 // the creation of the pause's cgroup. Launch announces the containers that follow.
 func (l *Launchers) ExpectPause(kind proto.PauseKind, systemd bool) {
-	if kind != proto.PlainPause || !cgroup.MovesItself(systemd) {
+	if kind != proto.PlainPause || !cgroup.StartsInside(systemd) {
 		l.Expect()
 	}
 }
