@@ -244,9 +244,9 @@ const (
 // Expect announces a launch within the next 100 ms. It returns at once. It is optional, and makes
 // the launch faster by 5 to 20 ms. A Launch announces the next launches itself.
 //
-// On cgroup v1, moving a process between cgroups waits for an RCU grace period unless another move
-// happened just before. While a launch is expected, an idle launcher is moved to its own cgroup
-// again and again (cgroup.Anchor), so that the launch does not wait.
+// libcontainer moves a container's init into its cgroup. That waits for an RCU grace period unless
+// another move happened just before. While a launch is expected, an idle launcher is moved to its
+// own cgroup again and again (cgroup.Anchor), so that the launch does not wait.
 func (l *Launchers) Expect() { l.expect() }
 
 // expect is Expect. The caller calls done after the launch. This shortens the wait for the next
@@ -267,7 +267,7 @@ func (l *Launchers) expect() (done func()) {
 // Then ExpectPause does nothing, because the first move delays all changes of cgroups, including
 // the creation of the pause's cgroup. Launch announces the containers that follow.
 func (l *Launchers) ExpectPause(kind proto.PauseKind, systemd bool) {
-	if kind != proto.PlainPause || !cgroup.MovesItself(systemd) {
+	if kind != proto.PlainPause || !cgroup.StartsInside(systemd) {
 		l.Expect()
 	}
 }

@@ -43,12 +43,15 @@ func AnchorOf(pid int) (*Anchor, error) {
 	return s, nil
 }
 
-// MovesItself reports whether a process with one thread can move itself into a group without that
-// lock. It can on cgroup v1, through lists of threads, since Linux 5.5 (9a3284fad42f). It cannot
-// with the systemd driver, because systemd moves the process.
-func MovesItself(systemd bool) bool {
-	if systemd || cgroups.IsCgroup2UnifiedMode() {
+// StartsInside reports whether a process of one thread can be in a new group without that lock. On
+// cgroup v2 it starts there. On v1 it moves itself through lists of threads, since Linux 5.5
+// (9a3284fad42f). With the systemd driver systemd moves the process, with the lock.
+func StartsInside(systemd bool) bool {
+	if systemd {
 		return false
+	}
+	if cgroups.IsCgroup2UnifiedMode() {
+		return true
 	}
 	without, err := kernelversion.GreaterEqualThan(kernelversion.KernelVersion{Kernel: 5, Major: 5})
 	return err == nil && without // if the file does not exist, the caller moves the process

@@ -44,8 +44,8 @@ type pauseBackend struct {
 	manager cgroups.Manager
 	cgroups *cgroups.Cgroup
 
-	taskFiles []string // the first stage writes itself to these to join its cgroup (cgroup v1); empty: the launcher moves it
-	unified   string   // on a hybrid setup the cgroup's v2 directory, where the first stage starts; empty: none
+	taskFiles []string // the first stage writes itself to these to join its cgroup (cgroup v1)
+	unified   string   // the cgroup's v2 directory, where the first stage starts; empty: none, or the kernel cannot
 
 	pid        int       // of the second stage, later pause
 	first      *exec.Cmd // the first stage; nil after execute
@@ -163,9 +163,9 @@ func (b *pauseBackend) writeState() error {
 	return nil
 }
 
-// makeCgroup creates the cgroup if the first stage moves itself to it.
+// makeCgroup creates the cgroup if the first stage starts in it or moves itself to it.
 func (b *pauseBackend) makeCgroup() error {
-	if !cgroup.MovesItself(b.SystemdCgroup) {
+	if !cgroup.StartsInside(b.SystemdCgroup) {
 		return nil
 	}
 	const nobody = -1 // package cgroups then moves no process
@@ -315,11 +315,11 @@ func closeFiles(files []*os.File) {
 	}
 }
 
-// confine moves the first stage to the cgroup, unless it moves itself, and sets the limits. The
-// second stage starts there.
+// confine moves the first stage to the cgroup, unless it starts there or moves itself, and sets the
+// limits. The second stage starts there.
 func (b *pauseBackend) confine() error {
 	pid := b.first.Process.Pid
-	if len(b.taskFiles) == 0 {
+	if len(b.taskFiles) == 0 && b.unified == "" {
 		failpoint.Reach("launcher.join-cgroup")
 		if err := b.manager.Apply(pid); err != nil {
 			return fmt.Errorf("join its cgroup: %w", err)

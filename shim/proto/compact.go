@@ -89,6 +89,12 @@ func appendElements(b []byte, v reflect.Value) []byte {
 		return append(b, 0)
 	}
 	b = binary.AppendUvarint(b, uint64(v.Len())+1)
+	if texts, ok := reflect.TypeAssert[[]string](v); ok { // half of a launch: system calls, environment, capabilities
+		for _, text := range texts {
+			b = append(binary.AppendUvarint(b, uint64(len(text))), text...)
+		}
+		return b
+	}
 	if v.Kind() == reflect.Slice {
 		for i := range v.Len() {
 			b = appendValue(b, v.Index(i))
@@ -130,7 +136,7 @@ func decodeCompact(data []byte, message any) error {
 	}
 	d := &compactDecoder{data: data[start:], text: string(data[start:])}
 	d.value(reflect.ValueOf(message).Elem())
-	if d.damaged || len(d.data) > 0 {
+	if d.damaged || d.rest() > 0 {
 		return errCompact
 	}
 	return nil
@@ -141,26 +147,30 @@ func decodeCompact(data []byte, message any) error {
 type compactDecoder struct {
 	data    []byte
 	text    string // the same bytes, which strings share
+	at      int    // offset of the next value
 	damaged bool
 }
+
+// rest returns the number of bytes that are not decoded.
+func (d *compactDecoder) rest() int { return len(d.data) - d.at }
 
 // skip goes on after n bytes. The message is damaged if n is not positive.
 func (d *compactDecoder) skip(n int) {
 	if n <= 0 {
 		d.damaged = true
-		n = len(d.data)
+		n = d.rest()
 	}
-	d.data, d.text = d.data[n:], d.text[n:]
+	d.at += n
 }
 
 func (d *compactDecoder) uint() uint64 {
-	v, n := binary.Uvarint(d.data)
+	v, n := binary.Uvarint(d.data[d.at:])
 	d.skip(n)
 	return v
 }
 
 func (d *compactDecoder) int() int64 {
-	v, n := binary.Varint(d.data)
+	v, n := binary.Varint(d.data[d.at:])
 	d.skip(n)
 	return v
 }
@@ -170,21 +180,29 @@ func (d *compactDecoder) flag() bool { return d.uint() != 0 }
 // count decodes a number of bytes or elements. Each of them takes at least one byte.
 func (d *compactDecoder) count() int {
 	n := d.uint()
-	if n > uint64(len(d.data)) {
+	if n > uint64(d.rest()) {
 		d.skip(0)
 		return 0
 	}
 	return int(n)
 }
 
+func (d *compactDecoder) string() (text string) {
+	if n := d.count(); n > 0 {
+		text = d.text[d.at : d.at+n]
+		d.skip(n)
+	}
+	return text
+}
+
 // elements decodes the number of elements of a slice or a map.
 func (d *compactDecoder) elements() (n int, isNil bool) {
-	if len(d.data) > 0 && d.data[0] == 0 {
+	if d.rest() > 0 && d.data[d.at] == 0 {
 		d.skip(1)
 		return 0, true
 	}
 	n = int(d.uint()) - 1
-	if n < 0 || n > len(d.data) {
+	if n < 0 || n > d.rest() {
 		d.skip(0)
 		return 0, true
 	}
@@ -200,10 +218,7 @@ func (d *compactDecoder) value(v reflect.Value) {
 	case reflect.Uint, reflect.Uint8, reflect.Uint16, reflect.Uint32, reflect.Uint64:
 		v.SetUint(d.uint())
 	case reflect.String:
-		if n := d.count(); n > 0 {
-			v.SetString(d.text[:n])
-			d.skip(n)
-		}
+		v.SetString(d.string())
 	case reflect.Pointer:
 		if d.flag() {
 			v.Set(reflect.New(v.Type().Elem()))
@@ -221,6 +236,13 @@ func (d *compactDecoder) value(v reflect.Value) {
 func (d *compactDecoder) slice(v reflect.Value) {
 	n, isNil := d.elements()
 	if isNil {
+		return
+	}
+	if texts, ok := v.Addr().Interface().(*[]string); ok {
+		*texts = make([]string, n)
+		for i := range *texts {
+			(*texts)[i] = d.string()
+		}
 		return
 	}
 	v.Set(reflect.MakeSlice(v.Type(), n, n))
