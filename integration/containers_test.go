@@ -1,6 +1,7 @@
 package integration
 
 import (
+	"context"
 	"fmt"
 	"maps"
 	"os"
@@ -569,6 +570,31 @@ func TestStopKillsAfterGracePeriod(t *testing.T) {
 	status := c.Status(t)
 	harness.Equal(t, "exit code", status.ExitCode, 137)
 	awaitNoProcesses(t, "sleep 3333")
+}
+
+// A repeated stop has a new deadline and sends no second signal, even after a restart of berth.
+func TestStopSignalIsSentOnce(t *testing.T) {
+	for name, between := range map[string]func(*testing.T, *harness.Daemon){
+		"same daemon": func(*testing.T, *harness.Daemon) {},
+		"next daemon": func(t *testing.T, d *harness.Daemon) { d.Restart(t) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := harness.StartDaemon(t)
+			c := d.RunPod(t, harness.HostNetwork).Run(t,
+				harness.Script("trap 'echo term' TERM; echo ready; while :; do sleep 0.05; done"))
+			c.WaitOutput(t, "ready")
+			ctx, cancel := context.WithCancel(t.Context())
+			stopped := make(chan error, 1)
+			go func() { stopped <- d.Cri.StopContainer(ctx, c.Id, 3600) }()
+			c.WaitOutput(t, "term")
+			cancel()
+			harness.WantCode(t, <-stopped, codes.Canceled, "")
+			between(t, d)
+			c.Stop(t, 2)
+			harness.Equal(t, "exit code", c.Status(t).ExitCode, 137)
+			harness.Equal(t, "output", c.Output(t), "ready\nterm\n")
+		})
+	}
 }
 
 func TestListContainersFilters(t *testing.T) {

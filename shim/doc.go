@@ -17,6 +17,8 @@
 //	           launch
 //	Dir/sock   the monitor's unix socket: attach, log reopen, resize, close stdin
 //	Dir/oci    the OCI runtime that made the container, unless that was libcontainer (JSON)
+//	Dir/signalled
+//	           empty; the daemon makes it when it has sent the stop signal
 //	Dir/exit   the exit record, renamed into place after init has ended and its output is on disk;
 //	           then the monitor exits
 //

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -12,6 +13,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/testutil"
 	"berth/shim/proto"
 )
 
@@ -152,6 +154,62 @@ func TestLaunchersEndAndTheExit(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// mainless is a program whose main thread ends first. SIGTERM makes its other thread exit.
+const mainless = `
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+static void leave(int sig) { (void)sig; _exit(3); }
+static void *rest(void *arg) { for (;;) pause(); return arg; }
+
+int main(void)
+{
+	pthread_t other;
+	signal(SIGTERM, leave);
+	if (pthread_create(&other, NULL, rest, NULL) != 0)
+		return 1;
+	pthread_exit(NULL);
+}
+`
+
+// runMainless launches mainless and waits for the end of its main thread.
+func (e *env) runMainless() *container {
+	e.Helper()
+	compiler := exec.Command("cc", "-static", "-pthread", "-x", "c", "-o", filepath.Join(e.layer, "bin", "mainless"), "-")
+	compiler.Stdin = strings.NewReader(mainless)
+	if out, err := compiler.CombinedOutput(); err != nil {
+		e.Skipf("NOT TESTED: no C compiler with a static C library: %v\n%s", err, out)
+	}
+	c := e.run("c", "exec mainless")
+	if err := OpenMonitor(c.Dir).ReopenLog(e.ctx); err != nil { // it works
+		e.Fatal(err)
+	}
+	e.until("the main thread has ended", func() bool { return stateOf(e.T, c.InitPID) == "Z" })
+	return c
+}
+
+// The exit code is that of the process, not that of a main thread that ended earlier, also if init
+// was reaped before the monitor reads it.
+func TestStatusOfOtherThread(t *testing.T) {
+	for name, end := range map[string]struct {
+		signal unix.Signal
+		code   int32
+	}{"exits": {unix.SIGTERM, 3}, "is killed": {unix.SIGKILL, 137}} {
+		t.Run("it "+name, func(t *testing.T) {
+			e, _ := lastingEnv(t)
+			c := e.runMainless()
+			testutil.Must(t, unix.Kill(c.MonitorPID, unix.SIGSTOP))
+			testutil.Must(t, unix.Kill(c.InitPID, end.signal))
+			e.until("init is reaped", func() bool { return unix.Kill(c.InitPID, 0) == unix.ESRCH })
+			testutil.Must(t, unix.Kill(c.MonitorPID, unix.SIGCONT))
+			if exit := c.wait(); exit.Code != end.code {
+				t.Errorf("exit = %+v, want code %d", exit, end.code)
+			}
+		})
 	}
 }
 

@@ -50,3 +50,20 @@ func WriteExit(dir string, e proto.Exit) error {
 	}
 	return nil
 }
+
+// NoteSignalled records in a shim directory that the container got its stop signal.
+func NoteSignalled(dir string) error {
+	failpoint.Reach("signal.note")
+	err := os.WriteFile(filepath.Join(dir, proto.SignalledFile), nil, 0o600)
+	failpoint.Reach("signal.noted")
+	if err != nil {
+		return fmt.Errorf("record a stop signal: %w", err)
+	}
+	return nil
+}
+
+// Signalled returns whether NoteSignalled was called.
+func Signalled(dir string) bool {
+	_, err := os.Lstat(filepath.Join(dir, proto.SignalledFile))
+	return err == nil
+}

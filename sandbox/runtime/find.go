@@ -29,7 +29,9 @@ func (k Processes) Find(ctx context.Context, id string) (*Running, proto.PIDs, e
 	if err != nil {
 		return nil, ids, errors.Join(err, monitorFile.Close())
 	}
-	return newRunning(init, monitorFile, ids.Container(), ids.StartedAt), ids, nil
+	run := newRunning(init, monitorFile, ids.Container(), ids.StartedAt)
+	run.signalled.Store(shim.Signalled(k.Node.Shim(id)))
+	return run, ids, nil
 }
 
 // LeftBehind returns the processes of a container that has no shim any more and whose processes

@@ -49,6 +49,8 @@ type Running struct {
 	StartedAt  time.Time
 	Exited     chan struct{} // closed when the exit is published
 
+	signalled atomic.Bool // it got its stop signal, or is getting it
+
 	left    atomic.Pointer[time.Time] // first time that Init was seen exited while the shim ran
 	settled context.Context           // done when the daemon has written the exit record and killed the shim, even if the shim is frozen
 	settle  context.CancelFunc

@@ -11,6 +11,7 @@ import (
 	"berth/internal/failpoint"
 	"berth/internal/lograte"
 	"berth/sandbox/state"
+	"berth/shim"
 	"berth/shim/ociruntime"
 )
 
@@ -33,17 +34,15 @@ type StopTarget struct {
 
 func (c StopTarget) String() string { return "container " + c.ID }
 
-// Stop sends the signal, waits up to timeout for the exit, and then kills the container. A zero
-// timeout kills it at once.
+// Stop sends the signal, unless an earlier stop has sent it, waits up to timeout for the exit, and
+// then kills the container. A zero timeout kills it at once.
 func (k *Stopper) Stop(ctx context.Context, c StopTarget, run *Running, signal unix.Signal,
 	timeout time.Duration) error {
 	if timeout > 0 {
-		failpoint.Reach("container.signal")
-		if err := k.processes.Signal(ctx, c.ID, c.Runtime, run, signal); err != nil {
+		if err := k.signalOnce(ctx, c, run, signal); err != nil {
 			k.processes.Log.Warn("kill a container, because its stop signal failed", "container", c.ID, "error", err)
 			return k.Kill(ctx, c)
 		}
-		failpoint.Reach("container.signalled")
 		end := k.processes.Tasks.BeginUpTo(timeout, "exit", c.String())
 		exited := k.processes.AwaitStop(ctx, c.ID, run, timeout)
 		end()
@@ -55,6 +54,25 @@ func (k *Stopper) Stop(ctx context.Context, c StopTarget, run *Running, signal u
 		}
 	}
 	return k.Kill(ctx, c)
+}
+
+// signalOnce sends the stop signal once in the life of a container, because many programs give up
+// an orderly end at the second one. kubelet repeats a stop after a restart of the daemon or its own,
+// and when the grace period becomes shorter.
+func (k *Stopper) signalOnce(ctx context.Context, c StopTarget, run *Running, signal unix.Signal) error {
+	if !run.signalled.CompareAndSwap(false, true) {
+		return nil
+	}
+	failpoint.Reach("container.signal")
+	if err := k.processes.Signal(ctx, c.ID, c.Runtime, run, signal); err != nil {
+		run.signalled.Store(false)
+		return err
+	}
+	failpoint.Reach("container.signalled")
+	if err := shim.NoteSignalled(k.processes.Node.Shim(c.ID)); err != nil {
+		k.processes.Log.Warn("the next daemon may repeat a stop signal", "container", c.ID, "error", err)
+	}
+	return nil
 }
 
 // Kill kills a container and waits for its exit. It repeats the kill until the exit is published. A

@@ -18,6 +18,7 @@ import (
 	"berth/internal/pidfd"
 	"berth/internal/testutil"
 	"berth/sandbox/state"
+	"berth/shim"
 	"berth/shim/proto"
 )
 
@@ -86,6 +87,40 @@ func TestStop(t *testing.T) {
 		if got := status(); got != test.status {
 			t.Errorf("%s: exit %s, want %s", name, got, test.status)
 		}
+	}
+}
+
+// A repeated Stop sends no second signal, even if the next daemon repeats it.
+func TestStopSignalsOnce(t *testing.T) {
+	for name, next := range map[string]func(*testing.T, Processes, *Running){
+		"same daemon": func(*testing.T, Processes, *Running) {},
+		"next daemon": func(_ *testing.T, k Processes, run *Running) {
+			run.signalled.Store(shim.Signalled(k.Node.Shim("c")))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			k, terms := testStopper(t), filepath.Join(t.TempDir(), "terms")
+			testutil.Must(t, os.MkdirAll(k.processes.Node.Shim("c"), 0o700))
+			run, status := command(t, `trap "echo term >> `+terms+`" TERM; echo $$; while :; do sleep 0.01; done`)
+			ctx, cancel := context.WithCancel(t.Context())
+			stopped := make(chan error, 1)
+			go func() { stopped <- k.Stop(ctx, contained(run), run, unix.SIGTERM, time.Hour) }()
+			for _, err := os.Stat(terms); err != nil; _, err = os.Stat(terms) {
+				time.Sleep(time.Millisecond)
+			}
+			cancel()
+			if err := <-stopped; !errors.Is(err, context.Canceled) {
+				t.Error(err)
+			}
+			next(t, k.processes, run)
+			testutil.Must(t, k.Stop(t.Context(), contained(run), run, unix.SIGTERM, 100*time.Millisecond))
+			if got := status(); got != "137" {
+				t.Errorf("exit %s", got)
+			}
+			if got, err := os.ReadFile(terms); err != nil || string(got) != "term\n" {
+				t.Errorf("signals: %q, %v", got, err)
+			}
+		})
 	}
 }
 

@@ -25,6 +25,9 @@ const (
 	// RuntimeFile is the ociruntime.Runtime, as JSON, of a container that an OCI runtime made. The
 	// monitor does not use it.
 	RuntimeFile = "oci"
+
+	// SignalledFile is empty. The daemon has sent the stop signal.
+	SignalledFile = "signalled"
 )
 
 // PIDs identifies the processes of a container. It is the content of Dir/shim. Start times are

@@ -6,6 +6,7 @@ import (
 	"net"
 	"sync"
 	"testing"
+	"time"
 
 	"berth/internal/testutil"
 )
@@ -54,5 +55,49 @@ func TestResetLosesNoOutput(t *testing.T) {
 		if c.got.String() != "last words" {
 			t.Fatalf("the client got %q: %v", c.got.String(), err)
 		}
+	}
+}
+
+// openClient is a client that ends its side only when Forward has returned.
+type openClient struct {
+	*io.PipeReader
+	io.Writer
+}
+
+func (openClient) Close() error { return nil }
+
+// The pod's end ends the connection when the client has nothing more to send. It may send for as
+// long as it likes.
+func TestForwardEndsAfterPod(t *testing.T) {
+	var owned sync.WaitGroup
+	defer owned.Wait()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	testutil.Must(t, err)
+	defer l.Close()
+	conn, err := net.Dial("tcp", l.Addr().String())
+	testutil.Must(t, err)
+	pod, err := l.Accept()
+	testutil.Must(t, err)
+	defer pod.Close()
+
+	read, write := io.Pipe()
+	defer read.Close() // as the caller of Forward does
+	ended := make(chan error, 1)
+	spawn := Spawn(func(f func()) bool { owned.Go(f); return true })
+	go func() { ended <- spawn.Forward(t.Context(), conn.(*net.TCPConn), openClient{read, io.Discard}) }()
+	testutil.Must(t, pod.(*net.TCPConn).CloseWrite())
+	for end := time.Now().Add(2 * clientRest); time.Now().Before(end); time.Sleep(clientRest / 10) {
+		_, err := write.Write([]byte("x"))
+		testutil.Must(t, err)
+		_, err = pod.Read(make([]byte, 1))
+		testutil.Must(t, err)
+	}
+	select {
+	case err := <-ended:
+		t.Fatalf("it ended while the client sent: %v", err)
+	default:
+	}
+	if err := <-ended; err != nil {
+		t.Error(err)
 	}
 }
