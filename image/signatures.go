@@ -66,7 +66,8 @@ func openSignatures(root string, c trust.Config, log *slog.Logger) (*signatures,
 	return s, err
 }
 
-// keep records the evidence of an image. If evidence is nil, the image needs none.
+// keep records the evidence of an image. If evidence is nil, the image needs none. The caller holds
+// the writer's lock of the store.
 func (s *signatures) keep(id string, evidence *trust.Evidence) error {
 	if evidence == nil {
 		return nil
@@ -177,11 +178,6 @@ func (s *Store) MayReuseProfile(ctx context.Context, namespace string, ref regis
 	kept *trust.Evidence) bool {
 	c := *s.signatures.config.Load()
 	return c.PluginDir == "" && s.signatures.verifier.Use(ctx, c, namespace, ref, kept) == nil
-}
-
-// KeepEvidence records the evidence of an image. If evidence is nil, the image needs none.
-func (s *Store) KeepEvidence(id string, evidence *trust.Evidence) error {
-	return s.signatures.keep(id, evidence)
 }
 
 // SignatureError gives a rejection the form that kubelet recognizes: codes.Unknown and a text that

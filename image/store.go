@@ -20,6 +20,7 @@ import (
 	"berth/image/lazy"
 	"berth/image/partial"
 	"berth/image/registry"
+	"berth/image/trust"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/lograte"
@@ -430,10 +431,13 @@ type Naming struct {
 
 	Origin   string // of the archive that contains the image
 	Registry string // that has served the image; empty: none
+
+	Evidence *trust.Evidence // signatures to keep with the image; nil: none
 }
 
-// Commit writes the record of a pulled image and makes it visible under its names. Another image
-// with the same tag loses it. The caller has acquired the layers, and all are in the layer store.
+// Commit writes the evidence and the record of a pulled image and makes it visible under its names.
+// Another image with the same tag loses it. The caller has acquired the layers, and all are in the
+// layer store.
 func (s *Store) Commit(ctx context.Context, names Naming, img *registry.Image, store *layer.Store) (*Image, error) {
 	release, err := s.lockWriter(ctx)
 	if err != nil {
@@ -460,6 +464,10 @@ func (s *Store) Commit(ctx context.Context, names Naming, img *registry.Image, s
 	rec = rec.servedBy(names.Registry)
 	rec.Decisions = s.lazy.Decisions(chain, rec.Decisions)
 	records := maps.Clone(x.records)
+	// Evidence without an image does no harm. An image without its evidence would be rejected.
+	if err := s.signatures.keep(id, names.Evidence); err != nil {
+		return nil, err
+	}
 	if records[id], err = s.write(id, rec); err != nil {
 		return nil, err
 	}
