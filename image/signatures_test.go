@@ -3,8 +3,10 @@ package image_test
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 
+	"github.com/opencontainers/go-digest"
 	"google.golang.org/grpc/codes"
 
 	"berth/image"
@@ -43,7 +45,7 @@ func TestEvidenceIsWrittenBeforeItsImage(t *testing.T) {
 	s := openStore(t, cfg)
 	mustPull(t, s, reg.Host()+"/app:v1")
 	name := reg.Host() + "/app:v2"
-	evidence := &trust.Evidence{Documents: []trust.Document{{Digest: "sha256:d", Raw: []byte("{}"), Signatures: [][]byte{[]byte("s")}}}}
+	evidence := evidenceOf("index")
 
 	dir := filepath.Join(cfg.Root, "signatures")
 	testutil.Must(t, os.Rename(dir, dir+".away"))
@@ -58,7 +60,49 @@ func TestEvidenceIsWrittenBeforeItsImage(t *testing.T) {
 	testutil.Must(t, err)
 	testutil.Must(t, s.Close())
 	s = openStore(t, cfg)
-	if got := s.Evidence(img.ID); got == nil || len(got.Documents) != 1 {
-		t.Errorf("a new daemon has %+v", got)
+	wantEvidence(t, s, img, "index")
+}
+
+// evidenceOf returns evidence with a signed document.
+func evidenceOf(raw string) *trust.Evidence {
+	return &trust.Evidence{Documents: []trust.Document{
+		{Digest: digest.FromString(raw), Raw: []byte(raw), Signatures: [][]byte{[]byte("s")}}}}
+}
+
+func wantEvidence(t *testing.T, s *node, img *image.Image, documents ...string) {
+	t.Helper()
+	var got []string
+	if kept := s.Evidence(img.ID); kept != nil {
+		for _, d := range kept.Documents {
+			got = append(got, string(d.Raw))
+		}
 	}
+	if slices.Sort(got); !slices.Equal(got, documents) {
+		t.Errorf("evidence of %q, want %q", got, documents)
+	}
+}
+
+// A pull by another name, or for another namespace, keeps the evidence of earlier pulls.
+func TestEvidenceOfPullsIsMerged(t *testing.T) {
+	reg := registrytest.New(t)
+	layer := plain(t, "f", "content")
+	reg.PutImage("app", "v1", "", layer)
+	reg.PutImage("copy", "v1", "", layer)
+	cfg := pull.Config{Root: t.TempDir()}
+	s := openStore(t, cfg)
+	img := mustPull(t, s, reg.Host()+"/app:v1")
+	for _, p := range []struct {
+		name     string
+		evidence *trust.Evidence
+	}{{"/app:v1", evidenceOf("a")}, {"/copy:v1", evidenceOf("b")}, {"/copy:v1", nil}} {
+		if _, err := commitSigned(t, s, reg.Host()+p.name, p.evidence); err != nil {
+			t.Fatal(err)
+		}
+	}
+	wantEvidence(t, s, img, "a", "b")
+	testutil.Must(t, s.Close())
+	s = openStore(t, cfg)
+	wantEvidence(t, s, img, "a", "b")
+	testutil.Must(t, s.Remove(t.Context(), img.ID))
+	wantEvidence(t, s, img)
 }
