@@ -203,7 +203,7 @@ func settleTags(records map[string]imageRecord) (lost map[string][]string) {
 	for id, rec := range records {
 		for _, tag := range rec.Tags {
 			if owner[tag] != id {
-				rec = rec.without(tag)
+				rec = rec.losing(tag)
 				lost[id] = append(lost[id], tag)
 			}
 		}
@@ -458,8 +458,7 @@ func (s *Store) Commit(ctx context.Context, names Naming, img *registry.Image, s
 	}
 	rec.Pinned = rec.Pinned || names.Pin
 	if names.Origin != "" {
-		rec.Origins = append(slices.Clone(rec.Origins), names.Origin)
-		rec.Origins = rec.Origins[max(0, len(rec.Origins)-maxOrigins):]
+		rec = rec.from(names.Origin)
 	}
 	rec = rec.servedBy(names.Registry)
 	rec.Decisions = s.lazy.Decisions(chain, rec.Decisions)
@@ -468,29 +467,35 @@ func (s *Store) Commit(ctx context.Context, names Naming, img *registry.Image, s
 	if err := s.signatures.keep(id, names.Evidence); err != nil {
 		return nil, err
 	}
-	if records[id], err = s.write(id, rec); err != nil {
+	if err := s.put(records, id, rec); err != nil {
 		return nil, err
 	}
-	s.takeTags(records, id)
 	s.refs.tryAcquire(imageOwner(id), chain, store.Kind()) // the caller holds the layers, so no deletion is under way
 	next := newSnapshot(records, s.Snapshot(), s.pinned)
 	s.snapshot.Store(next)
 	return next.byID[id], nil
 }
 
-// takeTags removes the tags of an image, whose record was written, from the other records.
-func (s *Store) takeTags(records map[string]imageRecord, id string) {
+// put writes the record of an image, and then the records of the images that lose a tag to it. If
+// an image loses its last tag, its archives are noted as origins of the new owner. Otherwise Preload
+// would load them again after the removal of the image, and the tag would move back.
+func (s *Store) put(records map[string]imageRecord, id string, rec imageRecord) (err error) {
+	losers := map[string]imageRecord{}
 	for other, old := range records {
-		taken := old
-		for _, tag := range records[id].Tags {
-			if other != id && slices.Contains(old.Tags, tag) {
-				taken = taken.without(tag)
+		if left := old.losing(rec.Tags...); other != id && len(left.Tags) < len(old.Tags) {
+			losers[other] = left
+			if len(left.Tags) == 0 {
+				rec = rec.from(left.Origins...)
 			}
 		}
-		if len(taken.Tags) < len(old.Tags) {
-			records[other] = s.untag(other, taken)
-		}
 	}
+	if records[id], err = s.write(id, rec); err != nil {
+		return err
+	}
+	for other, left := range losers {
+		records[other] = s.untag(other, left)
+	}
+	return nil
 }
 
 // place returns the ID and the record of a pulled image, new or existing. If another image has the
