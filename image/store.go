@@ -262,8 +262,23 @@ func (s *Store) Usage(context.Context) (Usage, error) {
 }
 
 // Remove removes the image that ref names, with all its tags, and the layers that only it needs. An
-// unknown image is no error. Failures to delete other unneeded layers are only logged.
+// unknown image is no error. Failures to delete other unneeded layers are only logged. The image
+// disappears at once. Remove then waits until its space is free, but not longer than a minute or
+// until ctx ends.
 func (s *Store) Remove(ctx context.Context, ref string) error {
+	deleted := s.layers.deletions()
+	if err := s.removeNamed(ctx, ref); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(s.life.Context(), cancel)()
+	deleted(ctx)
+	return nil
+}
+
+// removeNamed removes an image without a wait for its space.
+func (s *Store) removeNamed(ctx context.Context, ref string) error {
 	if _, err := s.find(ref); err == nil {
 		s.dropPartial() // partial layers are deleted before complete images
 	}

@@ -346,6 +346,27 @@ func TestPullByDigestHasNoTag(t *testing.T) {
 	}
 }
 
+// The space of an image is free when Remove returns, because kubelet reads the disk then.
+func TestRemoveWaitsUntilSpaceIsFree(t *testing.T) {
+	reg := registrytest.New(t)
+	root := t.TempDir()
+	s := openStore(t, pull.Config{Root: root})
+	var b bytes.Buffer
+	w := tar.NewWriter(&b)
+	for i := range 3000 {
+		testutil.Must(t, w.WriteHeader(&tar.Header{Name: fmt.Sprint(i), Mode: 0o644, Typeflag: tar.TypeReg}))
+	}
+	testutil.Must(t, w.Close())
+	reg.PutImage("app", "v1", "", registrytest.Layer{Blob: b.Bytes()})
+	mustPull(t, s, reg.Host()+"/app:v1")
+	testutil.Must(t, s.Remove(t.Context(), reg.Host()+"/app:v1"))
+	trash, err := os.ReadDir(filepath.Join(root, "trash"))
+	testutil.Must(t, err)
+	if len(trash) > 0 || s.Deleting() > 0 {
+		t.Errorf("%d trees with %d bytes are being deleted", len(trash), s.Deleting())
+	}
+}
+
 func TestTagMoves(t *testing.T) {
 	reg := registrytest.New(t)
 	root := t.TempDir()
