@@ -11,6 +11,7 @@ import (
 	"berth/checkpoint/record"
 	"berth/image/layer"
 	"berth/image/registry"
+	"berth/image/trust"
 	"berth/internal/rootfs"
 )
 
@@ -58,6 +59,9 @@ func (s *Store) ExpireAt(now time.Time)                 { s.expireAt(now) }
 func (s *Store) Client() *registry.Client               { return s.cfg.Client }
 func (s *Store) Records() *record.Dir                   { return s.records }
 func (s *Store) Stale() map[string]bool                 { return s.stale }
+
+// Evidence returns the evidence that is kept with an image, or nil.
+func (s *Store) Evidence(id string) *trust.Evidence { return s.signatures.of(id) }
 
 func (s *Store) LockWriter(ctx context.Context) (release func(), err error) { return s.lockWriter(ctx) }
 

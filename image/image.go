@@ -331,6 +331,24 @@ func (r imageRecord) servedBy(host string) imageRecord {
 	return r
 }
 
+// from returns a copy with more origins.
+func (r imageRecord) from(origins ...string) imageRecord {
+	r.Origins = slices.Concat(r.Origins, origins)
+	r.Origins = r.Origins[max(0, len(r.Origins)-maxOrigins):]
+	return r
+}
+
+// losing returns a copy without the tags that another image has now. An image that so loses its
+// last tag is no longer pinned. Otherwise each new version of a pinned image would stay on the disk.
+func (r imageRecord) losing(tags ...string) imageRecord {
+	had := len(r.Tags)
+	for _, tag := range tags {
+		r = r.without(tag)
+	}
+	r.Pinned = r.Pinned && (had == 0 || len(r.Tags) > 0)
+	return r
+}
+
 // without returns a copy without a tag.
 func (r imageRecord) without(tag string) imageRecord {
 	r.Tags = slices.DeleteFunc(slices.Clone(r.Tags), func(t string) bool { return t == tag })

@@ -73,4 +73,16 @@ func TestPreload(t *testing.T) {
 	if n := strings.Count(log.String(), "image loaded"); n != 1 {
 		t.Errorf("%d images loaded again: %s", n, log.String())
 	}
+
+	// A tag that has moved does not move back after the removal of the older image.
+	_, err := s.Tag(t.Context(), "example.com/two:v1", "example.com/one:v1")
+	testutil.Must(t, err)
+	testutil.Must(t, s.Remove(t.Context(), one.ID))
+	stop = preloading(t, s, dir)
+	put("three.tar", dockerArchive(t, "example.com/three:v1", imageWith(t, "three")))
+	waitImage(t, s, "example.com/three:v1") // after the others
+	stop()
+	if now, err := s.Get("example.com/one:v1"); err != nil || now.ID == one.ID {
+		t.Errorf("the tag names %+v, %v", now, err)
+	}
 }

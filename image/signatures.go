@@ -66,11 +66,13 @@ func openSignatures(root string, c trust.Config, log *slog.Logger) (*signatures,
 	return s, err
 }
 
-// keep records the evidence of an image. If evidence is nil, the image needs none.
+// keep adds to the evidence of an image, because other names or namespaces may need what earlier
+// pulls have found. evidence may be nil. The caller holds the writer's lock of the store.
 func (s *signatures) keep(id string, evidence *trust.Evidence) error {
 	if evidence == nil {
 		return nil
 	}
+	evidence = evidence.Merge(s.of(id))
 	if err := s.records.Write(recordName(id), evidence); err != nil {
 		return fmt.Errorf("record signatures: %w", err)
 	}
@@ -109,13 +111,6 @@ func (s *signatures) forgetAllBut(images map[string]imageRecord) (failed error) 
 		}
 	}
 	return failed
-}
-
-// checkPull checks a resolved image. See trust.Verifier.Pull.
-func (s *signatures) checkPull(
-	ctx context.Context, namespace string, repo *registry.Repository, img *registry.Image,
-) (*trust.Evidence, error) {
-	return s.verifier.Pull(ctx, *s.config.Load(), namespace, repo, img.Documents)
 }
 
 // mayReuse reports whether a present image passes without new requests to the registry. If there
@@ -160,11 +155,23 @@ func (s *Store) namesOf(img *Image, written string) (names []registry.Reference)
 	return names
 }
 
-// CheckPull checks an image that a pull has resolved, and returns the evidence to keep with it. See
-// trust.Verifier.Pull.
+// CheckPull checks an image that a pull has resolved, and returns the evidence to keep with it, for
+// all namespaces. See trust.Verifier.Pull.
 func (s *Store) CheckPull(ctx context.Context, namespace string, repo *registry.Repository,
 	img *registry.Image) (*trust.Evidence, error) {
-	return s.signatures.checkPull(ctx, namespace, repo, img)
+	c, v := *s.signatures.config.Load(), s.signatures.verifier
+	evidence, err := v.Pull(ctx, c, namespace, repo, img.Documents)
+	if err != nil {
+		return nil, err
+	}
+	return evidence.Merge(v.PullForOthers(ctx, c, namespace, repo, img.Documents)), nil
+}
+
+// CheckProfile is CheckPull for the manifest of a security profile. Each pod pulls its profiles, so
+// the evidence is for one namespace.
+func (s *Store) CheckProfile(ctx context.Context, namespace string, repo *registry.Repository,
+	manifest registry.Document) (*trust.Evidence, error) {
+	return s.signatures.verifier.Pull(ctx, *s.signatures.config.Load(), namespace, repo, []registry.Document{manifest})
 }
 
 // MayReuse reports whether a present image passes the policy without new requests to the registry.
@@ -177,11 +184,6 @@ func (s *Store) MayReuseProfile(ctx context.Context, namespace string, ref regis
 	kept *trust.Evidence) bool {
 	c := *s.signatures.config.Load()
 	return c.PluginDir == "" && s.signatures.verifier.Use(ctx, c, namespace, ref, kept) == nil
-}
-
-// KeepEvidence records the evidence of an image. If evidence is nil, the image needs none.
-func (s *Store) KeepEvidence(id string, evidence *trust.Evidence) error {
-	return s.signatures.keep(id, evidence)
 }
 
 // SignatureError gives a rejection the form that kubelet recognizes: codes.Unknown and a text that

@@ -20,6 +20,7 @@ import (
 	"berth/image/lazy"
 	"berth/image/partial"
 	"berth/image/registry"
+	"berth/image/trust"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/lograte"
@@ -202,7 +203,7 @@ func settleTags(records map[string]imageRecord) (lost map[string][]string) {
 	for id, rec := range records {
 		for _, tag := range rec.Tags {
 			if owner[tag] != id {
-				rec = rec.without(tag)
+				rec = rec.losing(tag)
 				lost[id] = append(lost[id], tag)
 			}
 		}
@@ -261,8 +262,23 @@ func (s *Store) Usage(context.Context) (Usage, error) {
 }
 
 // Remove removes the image that ref names, with all its tags, and the layers that only it needs. An
-// unknown image is no error. Failures to delete other unneeded layers are only logged.
+// unknown image is no error. Failures to delete other unneeded layers are only logged. The image
+// disappears at once. Remove then waits until its space is free, but not longer than a minute or
+// until ctx ends.
 func (s *Store) Remove(ctx context.Context, ref string) error {
+	deleted := s.layers.deletions()
+	if err := s.removeNamed(ctx, ref); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(s.life.Context(), cancel)()
+	deleted(ctx)
+	return nil
+}
+
+// removeNamed removes an image without a wait for its space.
+func (s *Store) removeNamed(ctx context.Context, ref string) error {
 	if _, err := s.find(ref); err == nil {
 		s.dropPartial() // partial layers are deleted before complete images
 	}
@@ -430,10 +446,13 @@ type Naming struct {
 
 	Origin   string // of the archive that contains the image
 	Registry string // that has served the image; empty: none
+
+	Evidence *trust.Evidence // signatures to keep with the image; nil: none
 }
 
-// Commit writes the record of a pulled image and makes it visible under its names. Another image
-// with the same tag loses it. The caller has acquired the layers, and all are in the layer store.
+// Commit writes the evidence and the record of a pulled image and makes it visible under its names.
+// Another image with the same tag loses it. The caller has acquired the layers, and all are in the
+// layer store.
 func (s *Store) Commit(ctx context.Context, names Naming, img *registry.Image, store *layer.Store) (*Image, error) {
 	release, err := s.lockWriter(ctx)
 	if err != nil {
@@ -454,35 +473,44 @@ func (s *Store) Commit(ctx context.Context, names Naming, img *registry.Image, s
 	}
 	rec.Pinned = rec.Pinned || names.Pin
 	if names.Origin != "" {
-		rec.Origins = append(slices.Clone(rec.Origins), names.Origin)
-		rec.Origins = rec.Origins[max(0, len(rec.Origins)-maxOrigins):]
+		rec = rec.from(names.Origin)
 	}
 	rec = rec.servedBy(names.Registry)
 	rec.Decisions = s.lazy.Decisions(chain, rec.Decisions)
 	records := maps.Clone(x.records)
-	if records[id], err = s.write(id, rec); err != nil {
+	// Evidence without an image does no harm. An image without its evidence would be rejected.
+	if err := s.signatures.keep(id, names.Evidence); err != nil {
 		return nil, err
 	}
-	s.takeTags(records, id)
+	if err := s.put(records, id, rec); err != nil {
+		return nil, err
+	}
 	s.refs.tryAcquire(imageOwner(id), chain, store.Kind()) // the caller holds the layers, so no deletion is under way
 	next := newSnapshot(records, s.Snapshot(), s.pinned)
 	s.snapshot.Store(next)
 	return next.byID[id], nil
 }
 
-// takeTags removes the tags of an image, whose record was written, from the other records.
-func (s *Store) takeTags(records map[string]imageRecord, id string) {
+// put writes the record of an image, and then the records of the images that lose a tag to it. If
+// an image loses its last tag, its archives are noted as origins of the new owner. Otherwise Preload
+// would load them again after the removal of the image, and the tag would move back.
+func (s *Store) put(records map[string]imageRecord, id string, rec imageRecord) (err error) {
+	losers := map[string]imageRecord{}
 	for other, old := range records {
-		taken := old
-		for _, tag := range records[id].Tags {
-			if other != id && slices.Contains(old.Tags, tag) {
-				taken = taken.without(tag)
+		if left := old.losing(rec.Tags...); other != id && len(left.Tags) < len(old.Tags) {
+			losers[other] = left
+			if len(left.Tags) == 0 {
+				rec = rec.from(left.Origins...)
 			}
 		}
-		if len(taken.Tags) < len(old.Tags) {
-			records[other] = s.untag(other, taken)
-		}
 	}
+	if records[id], err = s.write(id, rec); err != nil {
+		return err
+	}
+	for other, left := range losers {
+		records[other] = s.untag(other, left)
+	}
+	return nil
 }
 
 // place returns the ID and the record of a pulled image, new or existing. If another image has the

@@ -346,6 +346,27 @@ func TestPullByDigestHasNoTag(t *testing.T) {
 	}
 }
 
+// The space of an image is free when Remove returns, because kubelet reads the disk then.
+func TestRemoveWaitsUntilSpaceIsFree(t *testing.T) {
+	reg := registrytest.New(t)
+	root := t.TempDir()
+	s := openStore(t, pull.Config{Root: root})
+	var b bytes.Buffer
+	w := tar.NewWriter(&b)
+	for i := range 3000 {
+		testutil.Must(t, w.WriteHeader(&tar.Header{Name: fmt.Sprint(i), Mode: 0o644, Typeflag: tar.TypeReg}))
+	}
+	testutil.Must(t, w.Close())
+	reg.PutImage("app", "v1", "", registrytest.Layer{Blob: b.Bytes()})
+	mustPull(t, s, reg.Host()+"/app:v1")
+	testutil.Must(t, s.Remove(t.Context(), reg.Host()+"/app:v1"))
+	trash, err := os.ReadDir(filepath.Join(root, "trash"))
+	testutil.Must(t, err)
+	if len(trash) > 0 || s.Deleting() > 0 {
+		t.Errorf("%d trees with %d bytes are being deleted", len(trash), s.Deleting())
+	}
+}
+
 func TestTagMoves(t *testing.T) {
 	reg := registrytest.New(t)
 	root := t.TempDir()
@@ -374,6 +395,41 @@ func TestTagMoves(t *testing.T) {
 		t.Fatal(err)
 	}
 	check(openStore(t, pull.Config{Root: root}))
+}
+
+// A loaded image is pinned until its last tag moves, also if berth stopped meanwhile. Its archive
+// then counts as loaded while the new image exists.
+func TestPinGoesWithTheLastTag(t *testing.T) {
+	root := t.TempDir()
+	s := openStore(t, pull.Config{Root: root})
+	load := func(content, name string, opts pull.LoadOptions) *image.Image {
+		t.Helper()
+		images, err := s.Load(t.Context(), bytes.NewReader(dockerArchive(t, name, imageWith(t, content))), opts)
+		testutil.Must(t, err)
+		return images[0]
+	}
+	wantPinned := func(id string, want bool) {
+		t.Helper()
+		if img, err := s.Get(id); err != nil || img.Pinned != want {
+			t.Errorf("%+v, %v; want pinned %v", img, err, want)
+		}
+	}
+	first := load("1", "example.com/app:v1", pull.LoadOptions{Pin: true})
+	_, err := s.Tag(t.Context(), first.ID, "example.com/app:latest")
+	testutil.Must(t, err)
+	load("2", "example.com/app:v1", pull.LoadOptions{})
+	wantPinned(first.ID, true) // it has a tag left
+	before := s.Snapshot().Records()[first.ID]
+	second := load("2", "example.com/app:latest", pull.LoadOptions{})
+	wantPinned(first.ID, false)
+	wantPinned(second.ID, false)
+
+	testutil.Must(t, s.Records().Write(image.RecordName(first.ID), before)) // as after a crash
+	testutil.Must(t, s.Close())
+	s = openStore(t, pull.Config{Root: root})
+	wantPinned(first.ID, false)
+	testutil.Must(t, s.Remove(t.Context(), second.ID))
+	wantPinned(first.ID, false)
 }
 
 // TestInterruptedTagMoveIsSettled: berth stopped between the two writes of a moving tag.

@@ -312,6 +312,19 @@ func (s *stores) deleting() (bytes uint64) {
 	return bytes
 }
 
+// deletions calls layer.Store.Deletions for all stores.
+func (s *stores) deletions() (wait func(ctx context.Context)) {
+	var waits []func(ctx context.Context)
+	for _, store := range s.all {
+		waits = append(waits, store.Deletions())
+	}
+	return func(ctx context.Context) {
+		for _, wait := range waits {
+			wait(ctx)
+		}
+	}
+}
+
 // list returns all layers in all forms.
 func (s *stores) list() (layers []form) {
 	for _, store := range s.all {

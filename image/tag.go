@@ -62,10 +62,9 @@ func (s *Store) rename(ctx context.Context, ref string, change func(imageRecord)
 		return nil, err
 	}
 	records := maps.Clone(x.records)
-	if records[img.ID], err = s.write(img.ID, rec); err != nil {
+	if err := s.put(records, img.ID, rec); err != nil {
 		return nil, fmt.Errorf("tag image %s: %w", ref, err)
 	}
-	s.takeTags(records, img.ID)
 	next := newSnapshot(records, x, s.pinned)
 	s.snapshot.Store(next)
 	return next.byID[img.ID], nil

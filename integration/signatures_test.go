@@ -125,6 +125,44 @@ func TestSignaturePolicy(t *testing.T) {
 	wantRejected(t, err)
 }
 
+// An image with two names, which namespaces need with signatures of different kinds, stays usable
+// for all of them without further pulls.
+func TestSignaturesOfAllPullsAreKept(t *testing.T) {
+	dir, key, gpg := t.TempDir(), trusttest.NewSigstore(t), trusttest.NewOpenPGP(t)
+	r := harness.NewRegistry(t)
+	img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("content", 0o644, "shared")})
+	name, _ := harness.Push(t, r, "team/app:v1", img)
+	other, _ := harness.Push(t, r, "mirror/app:v1", img)
+	signImage(t, r, key, "team/app", "team/app", img)
+	signImage(t, r, key, "mirror/app", "mirror/app", img)
+	hash := digest.Digest(harness.DigestOf(t, img))
+	lookaside := filepath.Join(dir, "store", fmt.Sprintf("team/app@sha256=%s", hash.Encoded()), "signature-1")
+	harness.Must(t, os.MkdirAll(filepath.Dir(lookaside), 0o755))
+	harness.Must(t, os.WriteFile(lookaside, gpg.Sign(t, name, hash), 0o644))
+	harness.Must(t, os.WriteFile(filepath.Join(dir, "lookaside.yaml"),
+		fmt.Appendf(nil, "docker:\n  %s:\n    lookaside: file://%s/store\n", r.Host, dir), 0o644))
+	file := filepath.Join(dir, "key.gpg")
+	harness.Must(t, os.WriteFile(file, gpg.Public, 0o644))
+
+	policy, policies := filepath.Join(dir, "policy.json"), filepath.Join(dir, "policy.d")
+	writePolicy(t, policy, "insecureAcceptAnything", nil)
+	writePolicy(t, filepath.Join(policies, "cosign.json"), "reject", map[string]any{r.Host: sigstoreSigned(t, dir, key)})
+	writePolicy(t, filepath.Join(policies, "gpg.json"), "reject",
+		map[string]any{r.Host: map[string]any{"type": "signedBy", "keyType": "GPGKeys", "keyPath": file}})
+	d := harness.StartDaemon(t, harness.WithConfig(
+		fmt.Sprintf("signature.policy = %q", policy), fmt.Sprintf("signature.policy_dir = %q", policies),
+		fmt.Sprintf("signature.registries_dir = %q", dir)))
+	d.Pull(t, name) // for a namespace that needs no signatures
+	cosign, openPGP := d.RunPod(t, podInNamespace("cosign")), d.RunPod(t, podInNamespace("gpg"))
+	cosign.Run(t, withImage(name))
+	openPGP.Run(t, withImage(name))
+	d.Pull(t, other)
+	d.Restart(t) // the evidence is on disk
+	cosign.Run(t, withImage(other))
+	cosign.Run(t, withImage(name))
+	openPGP.Run(t, withImage(name))
+}
+
 // Keyless signatures are found as OCI referrers: by the registry's API, and by the tag that stands
 // in for it in older registries.
 func TestKeylessSignatureFromReferrers(t *testing.T) {

@@ -334,8 +334,13 @@ func (m *Manager) RemoveContainer(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	return m.tasks.Detach(ctx, task.Timeout, "remove", c.String(),
+	deleted := m.trash.Since()
+	err = m.tasks.Detach(ctx, task.Timeout, "remove", c.String(),
 		func(ctx context.Context) error { return m.removeContainer(ctx, c) })
+	if err == nil {
+		deleted(ctx)
+	}
+	return err
 }
 
 func (m *Manager) removeContainer(ctx context.Context, c *container) error {

@@ -577,6 +577,10 @@ type fakeTrash struct{ *fakeHost }
 func (f fakeTrash) Discard(string) error { return f.call("discard layer") }
 func (f fakeTrash) Run(context.Context)  {}
 
+func (f fakeTrash) Since() (wait func(context.Context)) {
+	return func(context.Context) { _ = f.call("wait for deletion") }
+}
+
 // withFakes runs a test with a manager on a fake host. Time is virtual, so retries take no time.
 // The manager is closed at the end, and all its goroutines must end.
 func withFakes(t *testing.T, test func(t *testing.T, m *Manager, f *fakeHost)) {

@@ -150,6 +150,7 @@ type Records interface {
 // Trash removes directory trees in the background. *trash.Trash implements it.
 type Trash interface {
 	Discard(path string) error
+	Since() (wait func(ctx context.Context))
 	Run(ctx context.Context)
 }
 

@@ -252,6 +252,9 @@ func TestRemoveContainerFailures(t *testing.T) {
 				}
 				f.failing(test.step, 1)
 				err := m.RemoveContainer(t.Context(), id)
+				if f.called("wait for deletion") != test.continues {
+					t.Errorf("waited for free space: %v", !test.continues)
+				}
 				if test.continues {
 					if err != nil || len(f.containerRecords()) > 0 {
 						t.Errorf("%v, left %v", err, f.containerRecords())

@@ -295,6 +295,10 @@ func TestStopCutsLongRequests(t *testing.T) {
 			_, err := h.runtime.StopContainer(ctx, &runtimeapi.StopContainerRequest{ContainerId: "x", Timeout: 3600})
 			return err
 		}},
+		"RemoveContainer": {call: func(h *harness) error {
+			_, err := h.runtime.RemoveContainer(ctx, &runtimeapi.RemoveContainerRequest{ContainerId: "x"})
+			return err
+		}},
 		"long ExecSync":  {call: execSync},
 		"short ExecSync": {call: execSync, soon: true},
 	} {

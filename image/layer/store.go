@@ -415,6 +415,10 @@ func (s *Store) show(tmp, dir string) (err error) {
 // Its disk usage counts until it is deleted.
 func (s *Store) Discard(dir string, used Usage) error { return s.trash.Take(dir, used) }
 
+// Deletions returns a function that waits until the files that the caller removes from now on are
+// deleted, see trash.Trash.Since.
+func (s *Store) Deletions() (wait func(ctx context.Context)) { return s.trash.Since() }
+
 // Remove removes a layer and its joins; their files are deleted in the background. A missing layer
 // is no error. The caller ensures that nothing uses the layer.
 func (s *Store) Remove(name digest.Digest) error {

@@ -14,19 +14,21 @@ import (
 	"berth/image/lazy"
 	"berth/image/registry"
 	"berth/image/tree"
+	"berth/image/trust"
 	"berth/internal/task"
 	"berth/internal/trace"
 )
 
-// fetch downloads the missing layers of an image and commits it.
-func (p *Puller) fetch(ctx context.Context, repo *registry.Repository, img *registry.Image,
+// fetch downloads the missing layers of an image and commits it with its evidence.
+func (p *Puller) fetch(ctx context.Context, repo *registry.Repository, img *registry.Image, evidence *trust.Evidence,
 	tracks []*layerTrack) (*image.Image, error) {
 	a := p.accesses.begin(repo, image.LayersOf(img))
 	defer a.end()
 	ref := repo.Reference()
 	whole := p.store.Snapshot().MustBeWhole(img, ref)
 	plan := p.lazy.Plan(ctx, p.store.LayerStore(image.LayersOf(img)), img, repo, whole)
-	return p.add(ctx, ref.String(), img, image.Naming{Refs: []registry.Reference{ref}, Registry: ref.Domain}, plan,
+	names := image.Naming{Refs: []registry.Reference{ref}, Registry: ref.Domain, Evidence: evidence}
+	return p.add(ctx, ref.String(), img, names, plan,
 		func(ctx context.Context, store *layer.Store, at attempt, i int) error {
 			used := plan
 			if at.whole {

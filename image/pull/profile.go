@@ -100,7 +100,7 @@ func (p *Puller) fetchProfile(ctx context.Context, namespace string, ref registr
 	if err != nil {
 		return nil, nil, err
 	}
-	verified, err := p.store.CheckPull(ctx, namespace, repo, &registry.Image{Documents: []registry.Document{doc}})
+	verified, err := p.store.CheckProfile(ctx, namespace, repo, doc)
 	if err != nil {
 		return nil, nil, err
 	}

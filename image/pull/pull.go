@@ -128,11 +128,7 @@ func (p *Puller) pullReference(ctx context.Context, namespace string, ref regist
 	if err != nil {
 		return nil, err
 	}
-	img, err := p.fetch(ctx, repo, resolved, track.setLayers(resolved.Layers))
-	if err != nil {
-		return nil, err
-	}
-	return img, p.store.KeepEvidence(img.ID, evidence)
+	return p.fetch(ctx, repo, resolved, evidence, track.setLayers(resolved.Layers))
 }
 
 // checkSizes rejects an image with a blob larger than any valid tar. Decompressors skip most bytes

@@ -2,7 +2,10 @@ package registry
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"net/http"
+	"slices"
 	"strings"
 
 	"github.com/opencontainers/go-digest"
@@ -34,6 +37,7 @@ const (
 	maxAttachments      = 64                                                 // signatures of one document
 	maxAttachmentSize   = 1 << 20                                            // bytes of a signature's payload
 	maxReferrers        = 16                                                 // referrers with signatures
+	referrersAPI        = "referrers/"
 )
 
 // Attachments returns the signatures of a document. They come from cosign's tag (sha256-….sig) and
@@ -72,7 +76,7 @@ func (r *Repository) Attachments(ctx context.Context, d digest.Digest) ([]Attach
 func (r *Repository) referrers(
 	ctx context.Context, d digest.Digest, tag string,
 ) (found []ocispec.Descriptor, bundle string, err error) {
-	for _, suffix := range []string{"referrers/" + d.String(), "manifests/" + tag} {
+	for _, suffix := range []string{referrersAPI + d.String(), "manifests/" + tag} {
 		data, err := r.small(ctx, suffix, ocispec.Descriptor{}, MaxManifestSize)
 		if isAbsent(err) {
 			continue
@@ -138,9 +142,28 @@ func (r *Repository) small(
 		if err == nil {
 			err = checkValues(data)
 		}
+		if strings.HasPrefix(suffix, referrersAPI) && lacksReferrers(data, err) {
+			err = errdefs.NotFound("no referrers API")
+		}
 		return err
 	})
 	return data, err
+}
+
+// lacksReferrers reports whether an answer means that a registry does not have the referrers API.
+// Some registries send another status than 404, or a page. A wrong guess means fewer signatures,
+// which can only reject an image.
+func lacksReferrers(data []byte, err error) bool {
+	var answer *answerError
+	if errors.As(err, &answer) {
+		return slices.Contains([]int{http.StatusBadRequest, http.StatusForbidden, http.StatusNotFound,
+			http.StatusMethodNotAllowed, http.StatusNotAcceptable, http.StatusNotImplemented}, answer.status)
+	}
+	if err != nil {
+		return false // for example, no answer
+	}
+	doc, err := parseDocument(data, "")
+	return err != nil || doc.index == nil
 }
 
 // isAbsent reports whether an error says that a registry does not have the document or the API.

@@ -180,6 +180,9 @@ func TestResolveIndex(t *testing.T) {
 		if err == nil && (img.Digest != top.Digest || img.Layers[0].Blob.Digest != want) {
 			t.Errorf("%s: %+v", name, img)
 		}
+		if err == nil && (img.Documents[0].Digest != top.Digest || !bytes.Contains(img.Documents[len(img.Documents)-1].Raw, []byte(want))) {
+			t.Errorf("%s: the documents are %+v", name, img.Documents)
+		}
 	}
 	oursLayer, otherLayer := digest.FromString("ours"), digest.FromString("other")
 	check("oci", ociIndex, index(ociIndex, entry(other, "linux/amd64"), entry(ours, "linux/arm/v6")), oursLayer, codes.OK)
@@ -188,6 +191,21 @@ func TestResolveIndex(t *testing.T) {
 	check("no match", ociIndex, index(ociIndex, entry(other, "linux/amd64")), "", codes.NotFound)
 	check("empty", ociIndex, index(ociIndex, []ocispec.Descriptor{}...), "", codes.NotFound)
 	check("without platform, of another", ociIndex, index(ociIndex, entry(other, "")), "", codes.NotFound)
+	forNode := putPlatformImage(t, reg, "linux/arm/v6", "for the node")
+	windows := putPlatformImage(t, reg, "windows/arm/v7", "windows")
+	check("without platforms", ociIndex, index(ociIndex, entry(other, ""), entry(windows, ""), entry(forNode, "")),
+		digest.FromString("for the node"), codes.OK)
+	check("without platforms, none fits", ociIndex, index(ociIndex, entry(windows, ""), entry(other, "")), "", codes.FailedPrecondition)
+	inner := entry(reg.PutManifest("app", "others", ociIndex, index(ociIndex, entry(other, ""), entry(windows, ""))), "")
+	check("nested without platforms", ociIndex, index(ociIndex, inner, entry(forNode, "")), digest.FromString("for the node"), codes.OK)
+	check("image before artifact", ociIndex, index(ociIndex, entry(other, ""), reg.PutArtifact("app", "artifact", "application/vnd.example",
+		registrytest.File{Title: "f", Content: []byte("f")})), "", codes.NotFound)
+	var many []ocispec.Descriptor
+	for i := range maxFailed {
+		many = append(many, entry(putPlatformImage(t, reg, "windows/arm/v7", fmt.Sprint(i)), ""))
+	}
+	check("limit", ociIndex, index(ociIndex, append(many, entry(forNode, ""))...), "", codes.FailedPrecondition)
+	check("below the limit", ociIndex, index(ociIndex, append(many[1:], entry(forNode, ""))...), digest.FromString("for the node"), codes.OK)
 	wrong := entry(ours, "linux/arm/v7")
 	wrong.Size++
 	check("wrong size", ociIndex, index(ociIndex, wrong), "", codes.DataLoss)
@@ -203,6 +221,19 @@ func TestResolveIndex(t *testing.T) {
 		nested.MediaType = ociIndex
 	}
 	check("too deep", ociIndex, index(ociIndex, nested), "", codes.FailedPrecondition)
+}
+
+// putPlatformImage stores an image with one layer in the repository app.
+func putPlatformImage(t *testing.T, reg *registrytest.Server, platform, content string) ocispec.Descriptor {
+	t.Helper()
+	blob := reg.PutBlob("app", []byte(content))
+	blob.MediaType = ocispec.MediaTypeImageLayer
+	img := ocispec.Image{Platform: parsePlatform(platform), RootFS: ocispec.RootFS{Type: "layers", DiffIDs: []digest.Digest{blob.Digest}}}
+	config := reg.PutBlob("app", mustJSON(t, img))
+	config.MediaType = ociConfig
+	m := ocispec.Manifest{MediaType: ociManifest, Config: config, Layers: []ocispec.Descriptor{blob}}
+	m.SchemaVersion = 2
+	return reg.PutManifest("app", digest.FromString(platform+content).Encoded(), ociManifest, mustJSON(t, m))
 }
 
 func TestIndexDigestIsCheckedBeforeUse(t *testing.T) {

@@ -84,7 +84,15 @@ func isTemporary(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET)
 }
 
-// statusError returns the error for an unsuccessful response. It quotes the body only if the
+// answerError is the error for an unsuccessful response.
+type answerError struct {
+	error
+	status int
+}
+
+func (e *answerError) Unwrap() error { return e.error }
+
+// statusError returns the *answerError for an unsuccessful response. It quotes the body only if the
 // registry itself sent it. Otherwise a redirect could reveal a page that only the daemon can read
 // to a user who sees its errors.
 func statusError(resp *http.Response, own bool) error {
@@ -92,18 +100,21 @@ func statusError(resp *http.Response, own bool) error {
 	if own {
 		text += registryMessage(resp)
 	}
+	var err error
 	switch code := resp.StatusCode; {
 	case code == http.StatusUnauthorized:
-		return errdefs.New(codes.Unauthenticated,
+		err = errdefs.New(codes.Unauthenticated,
 			"pull access denied, repository does not exist or may require authorization: %s", text)
 	case code == http.StatusForbidden:
-		return errdefs.New(codes.PermissionDenied, "pull access denied: %s", text)
+		err = errdefs.New(codes.PermissionDenied, "pull access denied: %s", text)
 	case code == http.StatusNotFound:
-		return errdefs.NotFound("not found: %s", text)
+		err = errdefs.NotFound("not found: %s", text)
 	case code == http.StatusRequestTimeout, code == http.StatusTooManyRequests, code >= 500:
-		return busy(resp.Header, text)
+		err = busy(resp.Header, text)
+	default:
+		err = fmt.Errorf("unexpected answer: %s", text)
 	}
-	return fmt.Errorf("unexpected answer: %s", text)
+	return &answerError{err, resp.StatusCode}
 }
 
 // registryMessage reads the distribution spec's error body.

@@ -2,7 +2,6 @@ package registry
 
 import (
 	"fmt"
-	"slices"
 
 	"github.com/containerd/platforms"
 	"github.com/opencontainers/go-digest"
@@ -27,63 +26,25 @@ func ResolveLocal(read ReadBlob, top ocispec.Descriptor, node ocispec.Platform) 
 	if err != nil {
 		return nil, err
 	}
-	chosen := ocispec.Descriptor{Platform: &ocispec.Platform{}}
-	for depth := 1; doc.index != nil; depth++ {
-		if depth > MaxIndexDepth {
-			return nil, errdefs.FailedPrecondition("more than %d indexes are nested", MaxIndexDepth)
-		}
-		if doc, chosen, err = readBest(read, doc.index, node); err != nil {
-			return nil, fmt.Errorf("index %s: %w", top.Digest, err)
-		}
-	}
-	if doc.artifact != nil && doc.manifest.Subject != nil {
-		return nil, notImage(errdefs.FailedPrecondition("artifact of type %q belongs to %s", doc.artifact.Type,
-			errdefs.Clip(doc.manifest.Subject.Digest.String())))
-	}
-	if doc.artifact != nil {
-		img, err := doc.image()
+	c := &choice{node: node, top: top.Digest, local: true}
+	c.read = func(want ocispec.Descriptor) (document, error) {
+		doc, err := readDocument(read, want)
 		if err != nil {
-			return nil, err
+			err = fmt.Errorf("index %s: %w", top.Digest, err)
 		}
-		img.Digest = top.Digest
-		return img, nil
+		return doc, err
 	}
-	if doc.manifest.Config.Digest.Algorithm() != digest.SHA256 {
-		return nil, errdefs.FailedPrecondition("config %s: an image's ID must be a sha256 digest",
-			doc.manifest.Config.Digest)
-	}
-	config, err := read(doc.manifest.Config)
-	if err != nil {
-		return nil, fmt.Errorf("read config %s: %w", doc.manifest.Config.Digest, err)
-	}
-	img, err := LocalImage(config, doc.manifest.Layers)
-	if err != nil {
-		return nil, err
-	}
-	img.Digest = top.Digest
-	return img, checkConfigPlatform(img.Config, node, chosen.Platform == nil)
-}
-
-// readBest reads the manifest or index of an index that suits a node best. Other runtimes keep only
-// a part of an index, perhaps for a lower level of the CPU. So it takes the best manifest that is
-// present.
-func readBest(read ReadBlob, index []ocispec.Descriptor, node ocispec.Platform) (doc document,
-	chosen ocispec.Descriptor, err error) {
-	missing := errdefs.NotFound("no image for platform %s", platforms.Format(node))
-	for rest := slices.Clone(index); ; {
-		best, ok := choosePlatform(rest, node)
-		if !ok {
-			return doc, chosen, missing
+	c.config = func(m ocispec.Manifest) (*Image, error) {
+		if m.Config.Digest.Algorithm() != digest.SHA256 {
+			return nil, errdefs.FailedPrecondition("config %s: an image's ID must be a sha256 digest", m.Config.Digest)
 		}
-		doc, err = readDocument(read, best)
-		if !errdefs.IsNotFound(err) {
-			return doc, best, err
+		config, err := read(m.Config)
+		if err != nil {
+			return nil, fmt.Errorf("read config %s: %w", m.Config.Digest, err)
 		}
-		if len(rest) == len(index) {
-			missing = err
-		}
-		rest = slices.DeleteFunc(rest, func(m ocispec.Descriptor) bool { return m.Digest == best.Digest })
+		return LocalImage(config, m.Layers)
 	}
+	return c.image(doc, top.Digest)
 }
 
 func readDocument(read ReadBlob, want ocispec.Descriptor) (document, error) {

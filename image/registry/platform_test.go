@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"github.com/containerd/platforms"
+	"github.com/opencontainers/go-digest"
+	"github.com/opencontainers/image-spec/specs-go"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
@@ -107,4 +109,35 @@ func TestCheckConfigPlatform(t *testing.T) {
 			}
 		})
 	}
+}
+
+// An index on this machine is searched in the same way. Manifests may be missing.
+func TestResolveLocalWithoutPlatforms(t *testing.T) {
+	blobs, v2 := map[digest.Digest][]byte{}, specs.Versioned{SchemaVersion: 2}
+	put := func(v any) ocispec.Descriptor {
+		data := mustJSON(t, v)
+		d := digest.FromBytes(data)
+		blobs[d] = data
+		return ocispec.Descriptor{Digest: d, Size: int64(len(data))}
+	}
+	image := func(platform string) ocispec.Descriptor {
+		config := put(ocispec.Image{Platform: parsePlatform(platform), RootFS: ocispec.RootFS{Type: "layers"}})
+		config.MediaType = ociConfig
+		return put(ocispec.Manifest{Versioned: v2, Config: config, Layers: []ocispec.Descriptor{}})
+	}
+	read := func(d ocispec.Descriptor) ([]byte, error) {
+		if data, ok := blobs[d.Digest]; ok {
+			return data, nil
+		}
+		return nil, errdefs.NotFound("no blob %s", d.Digest)
+	}
+	missing, windows, node := image("linux/s390x"), image("windows/amd64"), image("linux/amd64")
+	delete(blobs, missing.Digest)
+	top := put(ocispec.Index{Versioned: v2, Manifests: []ocispec.Descriptor{missing, windows, node}})
+	img, err := ResolveLocal(read, top, parsePlatform("linux/amd64"))
+	if err != nil || img.Digest != top.Digest || img.Config.OS != "linux" || img.Documents[1].Digest != node.Digest {
+		t.Errorf("%+v, %v", img, err)
+	}
+	_, err = ResolveLocal(read, top, parsePlatform("linux/arm64"))
+	wantCode(t, err, codes.NotFound, missing.Digest.String())
 }

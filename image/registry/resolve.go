@@ -7,7 +7,6 @@ import (
 	"net/http"
 	"time"
 
-	"github.com/containerd/platforms"
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
@@ -95,38 +94,19 @@ func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image
 	if err != nil {
 		return nil, fmt.Errorf("fetch manifest: %w", err)
 	}
-	chosen := ocispec.Descriptor{Platform: &ocispec.Platform{}}
-	documents := []Document{{top, doc.raw}}
-	for depth := 1; doc.index != nil; depth++ {
-		if depth > MaxIndexDepth {
-			return nil, errdefs.FailedPrecondition("more than %d indexes are nested", MaxIndexDepth)
+	c := &choice{node: node, top: top, config: func(m ocispec.Manifest) (*Image, error) { return r.fetchConfig(ctx, m) }}
+	c.read = func(want ocispec.Descriptor) (document, error) {
+		if err := checkDescriptor(want, MaxManifestSize); err != nil {
+			return document{}, malformed("index %s: %w", top, err)
 		}
-		var ok bool
-		if chosen, ok = choosePlatform(doc.index, node); !ok {
-			return nil, errdefs.NotFound("no image for platform %s in the index %s", platforms.Format(node), top)
-		}
-		if err := checkDescriptor(chosen, MaxManifestSize); err != nil {
-			return nil, malformed("index %s: %w", top, err)
-		}
-		if doc, _, err = r.fetchDocument(ctx, chosen.Digest.String(), chosen); err != nil {
-			return nil, fmt.Errorf("fetch manifest %s: %w", chosen.Digest, err)
-		}
-		documents = append(documents, Document{chosen.Digest, doc.raw})
-	}
-	if doc.artifact != nil {
-		img, err := doc.image()
+		doc, _, err := r.fetchDocument(ctx, want.Digest.String(), want)
 		if err != nil {
-			return nil, err
+			err = fmt.Errorf("fetch manifest %s: %w", want.Digest, err)
 		}
-		img.Digest, img.Documents = top, documents
-		return img, nil
+		return doc, err
 	}
-	img, err := r.fetchConfig(ctx, doc.manifest)
+	img, err := c.image(doc, top)
 	if err != nil {
-		return nil, err
-	}
-	img.Digest, img.Documents = top, documents
-	if err := checkConfigPlatform(img.Config, node, chosen.Platform == nil); err != nil {
 		return nil, err
 	}
 	return img, r.findSizes(ctx, img.Layers)
@@ -164,23 +144,6 @@ func (r *Repository) findSizes(ctx context.Context, layers []Layer) error {
 		}
 	}
 	return nil
-}
-
-// checkConfigPlatform rejects an image of another operating system. If no index stated the
-// platform of its manifest (unstated), it also rejects an image of another architecture. A direct
-// reference to such an image is accepted, because the node may have an emulator.
-//
-// As in containerd, a configuration that names no operating system is for this machine's system
-// (platforms.Normalize). A configuration that names no architecture matches no architecture.
-func checkConfigPlatform(c ocispec.Image, node ocispec.Platform, unstated bool) error {
-	if platforms.Normalize(c.Platform).OS != platforms.Normalize(node).OS {
-		return errdefs.FailedPrecondition("image is for %s, this node is %s",
-			errdefs.Clip(platforms.Format(c.Platform)), platforms.Format(node))
-	}
-	if !unstated || platforms.Only(node).Match(c.Platform) {
-		return nil
-	}
-	return errdefs.NotFound("no image for platform %s in the index", platforms.Format(node))
 }
 
 // fetchDocument fetches a manifest or index by tag or digest. want has the expected digest, and the

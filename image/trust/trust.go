@@ -28,7 +28,6 @@ import (
 	"path"
 	"slices"
 	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -57,20 +56,6 @@ func (e *RejectedError) Error() string { return e.Reason.Error() }
 func (e *RejectedError) Unwrap() error { return e.Reason }
 
 func rejected(format string, args ...any) error { return &RejectedError{fmt.Errorf(format, args...)} }
-
-// Evidence has an image's documents with their signatures: the indexes, outermost first, and then
-// the manifest.
-type Evidence struct {
-	Documents []Document `json:"documents"`
-}
-
-// Document is an index or manifest with its signatures, in the form of signature files of package
-// worker.
-type Document struct {
-	Digest     digest.Digest `json:"digest"`
-	Raw        []byte        `json:"raw"`
-	Signatures [][]byte      `json:"signatures,omitempty"`
-}
 
 // Repository has the signatures of an image. *registry.Repository implements it.
 type Repository interface {
@@ -132,6 +117,7 @@ func (v *Verifier) Pull(
 		if err := v.verify(ctx, c, needed, ref, evidence); err != nil {
 			return nil, err
 		}
+		evidence.accepted = true
 	}
 	return evidence, c.runPlugins(ctx, ref, documents[0])
 }
@@ -168,48 +154,6 @@ func (c Config) needed(namespace string, ref registry.Reference) ([]requirement,
 		return nil, rejected("the policy rejects images of this name")
 	}
 	return list, nil
-}
-
-// collect fetches the signatures that the requirements may need.
-func (c Config) collect(
-	ctx context.Context, needed []requirement, repo Repository, documents []registry.Document,
-) (*Evidence, error) {
-	evidence := new(Evidence)
-	signed, bundle := false, ""
-	for _, d := range documents {
-		document := Document{Digest: d.Digest, Raw: d.Raw}
-		if has(needed, sigstoreSigned) {
-			attached, err := repo.Attachments(ctx, d.Digest)
-			if err != nil {
-				return nil, err
-			}
-			for _, a := range attached {
-				if strings.HasPrefix(a.MediaType, registry.CosignBundle) {
-					bundle = errdefs.Clip(a.MediaType)
-					continue
-				}
-				encoded, err := worker.Sigstore(a.MediaType, a.Payload, a.Annotations)
-				if err != nil {
-					return nil, err
-				}
-				document.Signatures = append(document.Signatures, encoded)
-			}
-		}
-		if has(needed, signedBy) {
-			stored, err := c.lookaside(ctx, repo.Reference(), d.Digest)
-			if err != nil {
-				return nil, err
-			}
-			document.Signatures = append(document.Signatures, stored...)
-		}
-		evidence.Documents = append(evidence.Documents, document)
-		signed = signed || len(document.Signatures) > 0
-	}
-	if !signed && bundle != "" {
-		return nil, errdefs.FailedPrecondition("the image has only signatures in the format %s, which berth does not support; "+
-			"sign it with: cosign sign --new-bundle-format=false", bundle)
-	}
-	return evidence, nil
 }
 
 // maxAccepted limits the remembered verdicts.

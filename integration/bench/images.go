@@ -29,7 +29,6 @@ func pull(form string, c fixture.Compression) experiment {
 			if form == "gzip" {
 				v["remove-image"] = []float64{ms(p.remove)}
 				if c.s.Root != "" {
-					v["remove-image-disk"] = []float64{ms(p.free)}
 					v["disk"] = []float64{float64(p.disk) / fixture.PullBytes}
 				}
 			}
@@ -37,7 +36,7 @@ func pull(form string, c fixture.Compression) experiment {
 		},
 	}
 	if form == "gzip" {
-		e.rows = append(e.rows, "disk", "remove-image", "remove-image-disk")
+		e.rows = append(e.rows, "disk", "remove-image")
 	}
 	return e
 }
@@ -47,9 +46,9 @@ func ownImages(s *subject.Subject) bool { return plugins(s) && !s.Twin }
 
 // pullCost holds the measurements of a pull.
 type pullCost struct {
-	wall, cpu    time.Duration
-	remove, free time.Duration // time until RemoveImage answers, and until the disk usage is as before the pull
-	disk         int64
+	wall, cpu time.Duration
+	remove    time.Duration // until RemoveImage answers
+	disk      int64
 }
 
 // pullOnce pulls and removes an image. It syncs first, so that no runtime has to write the dirty
@@ -78,40 +77,36 @@ func pullOnce(ctx context.Context, s *subject.Subject, image string) (p pullCost
 		return p, err
 	}
 	p.cpu, p.disk = after-before, full-empty
-	begin := time.Now()
 	if p.remove, err = s.RemoveImage(ctx, image); err != nil {
 		return p, err
 	}
-	freed, err := removed(ctx, s, empty)
-	p.free = freed.Sub(begin)
-	return p, err
+	return p, removed(ctx, s, empty)
 }
 
-// removed waits until the disk usage is back to empty, and returns the time. A runtime may delete
-// files after its answer. That work must not slow the next pull.
-func removed(ctx context.Context, s *subject.Subject, empty int64) (freed time.Time, err error) {
+// removed waits until the disk usage is back to empty. A runtime may delete files after its answer.
+// That work must not slow the next pull.
+func removed(ctx context.Context, s *subject.Subject, empty int64) error {
 	const (
 		limit = time.Minute
 		slack = 1 << 20 // metadata
 		look  = 10 * time.Millisecond
 	)
 	for begin := time.Now(); s.Root != ""; {
-		freed = time.Now() // before the next call, which takes a while
 		used, err := s.Disk()
 		if err != nil {
-			return freed, err
+			return err
 		}
 		if used <= empty+slack {
 			break
 		}
 		if time.Since(begin) > limit {
-			return freed, fmt.Errorf("%d bytes of the image are on the disk %v after its removal", used-empty, limit)
+			return fmt.Errorf("%d bytes of the image are on the disk %v after its removal", used-empty, limit)
 		}
 		if err := wait(ctx, look); err != nil {
-			return freed, err
+			return err
 		}
 	}
-	return freed, s.Rest(ctx)
+	return s.Rest(ctx)
 }
 
 // pushPullImage pushes the image once and returns its name.

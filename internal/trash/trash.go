@@ -7,6 +7,8 @@
 // leaves the disk to the containers. Trees of an earlier process are included. A tree that cannot
 // be deleted, or takes longer than deleteTimeout, does not delay other trees. Run tries it again
 // with growing pauses. The size of a tree counts until it is deleted.
+//
+// A caller that must report free space waits with Since.
 package trash
 
 import (
@@ -37,7 +39,7 @@ type Trash struct {
 	warnings lograte.Limiter
 	prefix   string // distinguishes names from those of earlier processes
 	count    atomic.Uint64
-	sizes    sizes
+	trees    trees
 	wake     chan struct{} // holds one token: read the directory again
 }
 
@@ -52,67 +54,89 @@ func New(dir string, remove func(ctx context.Context, path string) error, waits 
 	return &Trash{
 		dir: dir, remove: remove, waits: waits, log: log,
 		prefix: strconv.FormatInt(time.Now().UnixNano(), 36),
-		sizes:  sizes{of: map[string]diskusage.Usage{}, failed: map[string]bool{}},
+		trees:  trees{known: map[string]*tree{}},
 		wake:   make(chan struct{}, 1),
 	}
 }
 
-// sizes has the known disk usage of the trees in the trash, by name.
-type sizes struct {
+// trees has the trees that this process has moved to the trash, by name.
+type trees struct {
 	mu sync.Mutex
 	// +checklocks:mu
-	of map[string]diskusage.Usage
-	// +checklocks:mu
-	failed map[string]bool // the last deletion failed
+	known map[string]*tree
 }
 
-func (s *sizes) set(name string, u diskusage.Usage) {
+type tree struct {
+	number uint64 // of Take
+	size   diskusage.Usage
+	failed bool          // the last deletion failed
+	tried  chan struct{} // closed after the first attempt to delete the tree
+}
+
+func (s *trees) add(name string, number uint64, size diskusage.Usage) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.of[name] = u
+	s.known[name] = &tree{number: number, size: size, tried: make(chan struct{})}
 }
 
-func (s *sizes) forget(name string) {
+// end notes the end of an attempt to delete a tree.
+func (s *trees) end(name string, deleted bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	delete(s.of, name)
-	delete(s.failed, name)
+	t := s.known[name]
+	if t == nil { // of an earlier process
+		return
+	}
+	if !t.failed {
+		close(t.tried)
+	}
+	t.failed = true
+	if deleted {
+		delete(s.known, name)
+	}
 }
 
-func (s *sizes) setFailed(name string) {
+// after returns the channels of the trees with numbers greater than mark.
+func (s *trees) after(mark uint64) (tried []<-chan struct{}) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.failed[name] = true
+	for _, t := range s.known {
+		if t.number > mark {
+			tried = append(tried, t.tried)
+		}
+	}
+	return tried
 }
 
-func (s *sizes) sum(counts func(failed bool) bool) diskusage.Usage {
+func (s *trees) sum(counts func(failed bool) bool) diskusage.Usage {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var sum diskusage.Usage
-	for name, u := range s.of {
-		if counts(s.failed[name]) {
-			sum = sum.Add(u)
+	for _, t := range s.known {
+		if counts(t.failed) {
+			sum = sum.Add(t.size)
 		}
 	}
 	return sum
 }
 
 // Usage returns the known disk usage of all trees in the trash.
-func (t *Trash) Usage() diskusage.Usage { return t.sizes.sum(func(bool) bool { return true }) }
+func (t *Trash) Usage() diskusage.Usage { return t.trees.sum(func(bool) bool { return true }) }
 
 // Deleting is Usage without the trees whose last deletion failed.
 func (t *Trash) Deleting() diskusage.Usage {
-	return t.sizes.sum(func(failed bool) bool { return !failed })
+	return t.trees.sum(func(failed bool) bool { return !failed })
 }
 
 // Take moves path, which is on the same filesystem, into the trash. size is its disk usage, zero if
 // unknown. The error wraps fs.ErrNotExist if there is nothing at path.
 func (t *Trash) Take(path string, size diskusage.Usage) error {
-	name := fmt.Sprintf("%s-%d", t.prefix, t.count.Add(1))
-	t.sizes.set(name, size)
+	number := t.count.Add(1)
+	name := fmt.Sprintf("%s-%d", t.prefix, number)
+	t.trees.add(name, number, size)
 	failpoint.Reach("trash.take")
 	if err := os.Rename(path, filepath.Join(t.dir, name)); err != nil {
-		t.sizes.forget(name)
+		t.trees.end(name, true)
 		return fmt.Errorf("move %s to the trash: %w", path, err)
 	}
 	failpoint.Reach("trash.taken")
@@ -129,6 +153,29 @@ func (t *Trash) Discard(path string) error {
 		return err
 	}
 	return nil
+}
+
+// maxWait limits the wait of Since. kubelet allows two minutes for a call.
+const maxWait = time.Minute
+
+// Since returns a function that waits until the trees are deleted that Take moves to the trash from
+// now on. It does not wait longer than maxWait or until ctx ends, and not for a second attempt to
+// delete a tree. Kubelet's eviction manager reads the free space right after it has removed
+// containers and images, and then evicts pods.
+func (t *Trash) Since() (wait func(ctx context.Context)) {
+	mark := t.count.Load()
+	return func(ctx context.Context) {
+		ctx, cancel := context.WithTimeout(ctx, maxWait)
+		defer cancel()
+		defer t.waits.BeginUpTo(maxWait, "deletion of removed files", t.dir)()
+		for _, tried := range t.trees.after(mark) {
+			select {
+			case <-tried:
+			case <-ctx.Done():
+				return
+			}
+		}
+	}
 }
 
 // Pauses before Run tries a failed deletion again.
@@ -176,13 +223,13 @@ func (t *Trash) empty(ctx context.Context) (all bool) {
 			return false
 		}
 		if err != nil {
-			t.sizes.setFailed(e.Name())
+			t.trees.end(e.Name(), false)
 			t.warnings.Warn(t.log, "delete from trash; will be retried", "path", path, "error", err)
 			all = false
 			continue
 		}
 		failpoint.Reach("trash.deleted")
-		t.sizes.forget(e.Name())
+		t.trees.end(e.Name(), true)
 	}
 	return all
 }

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -156,4 +157,50 @@ func TestDiscard(t *testing.T) {
 	if err := bin.Discard(filepath.Join(path, "\x00")); err == nil {
 		t.Error("an invalid path was discarded")
 	}
+}
+
+// A caller waits for the trees that were moved since, until the first attempt to delete them.
+func TestSinceWaitsForDeletion(t *testing.T) {
+	t.Parallel()
+	dir, from := t.TempDir(), t.TempDir()
+	var busy atomic.Bool
+	bin, began := opened(t, dir, func(string) error {
+		if busy.Load() {
+			return errors.New("device or resource busy")
+		}
+		return nil
+	})
+	start := func(wait func(context.Context), ctx context.Context) <-chan struct{} {
+		done := make(chan struct{})
+		go func() { wait(ctx); close(done) }()
+		return done
+	}
+	bin.Since()(t.Context()) // nothing to wait for
+
+	wait := bin.Since()
+	testutil.Must(t, bin.Take(made(t, from, "a"), diskusage.Usage{}))
+	bin.Since()(t.Context()) // the tree was taken before
+	done := start(wait, t.Context())
+	select {
+	case <-done:
+		t.Error("did not wait for the deletion")
+	case path := <-began:
+		<-done
+		if exists(t, path) {
+			t.Errorf("%s exists after the wait", path)
+		}
+	}
+
+	wait = bin.Since()
+	testutil.Must(t, bin.Take(made(t, from, "b"), diskusage.Usage{}))
+	cut, cancel := context.WithCancel(t.Context())
+	cancel()
+	wait(cut) // a client that is gone
+
+	busy.Store(true)
+	done = start(wait, t.Context())
+	<-began
+	<-done // a failed deletion is tried again later
+	busy.Store(false)
+	<-began
 }

@@ -73,7 +73,7 @@ func TestPage(t *testing.T) {
 	var results Results
 	*results.Of("start-host", Ours) = Series{Values: []float64{16}}
 	*results.Of("exec", Ours) = Series{Values: []float64{4}}
-	*results.Of("remove-image-disk", Ours) = Series{Values: []float64{4}}
+	*results.Of("pss-all-idle", Ours) = Series{Values: []float64{4}}
 	results.Pace("start-host").Values, results.Pace("exec").Values = []float64{8, 9, 9}, []float64{5, 6, 7}
 	*results.Of("exec", "other") = Series{Failed: "it `fails`\nfor this reason"}
 	dir := t.TempDir()
@@ -86,7 +86,7 @@ func TestPage(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if strings.Contains(string(content), "### RemoveImage") {
+	if strings.Contains(string(content), "### PSS") {
 		t.Errorf("a row without a goal misses one:\n%s", content)
 	}
 	if begin, _, _ := strings.Cut(string(content), "\n| host network"); strings.Count(begin, "\n") > 10 {

@@ -52,7 +52,6 @@ var Rows = slices.Concat(Cgroup1Rows, []Row{
 	{Key: "pull-zstd-cpu", Title: "CPU of a pull of 8 zstd layers", Unit: "s", Goal: 1.6},
 	{Key: "disk", Title: "disk used by 8 gzip layers", Unit: "× unpacked", Goal: 1},
 	{Key: "remove-image", Title: "RemoveImage of 8 gzip layers", Unit: "ms", Goal: 50},
-	{Key: "remove-image-disk", Title: "RemoveImage of 8 gzip layers, until the disk is free", Unit: "ms"},
 	{Key: "list-1000", Title: "ListContainers with 1,000 containers", Unit: "ms", Goal: 2},
 	{Key: "restart-500", Title: "daemon start with 500 recorded pods", Unit: "s", Goal: 0.5},
 })
