@@ -54,10 +54,10 @@ func (k *control) publishContainer(c lockedContainer) {
 	k.events.ContainerChanged(c.info.Swap(info), info)
 }
 
-// StopContainer sends the container's stop signal, unless an earlier call has sent it, waits up to
-// timeout for the exit, and then kills the container. A zero timeout kills it at once. A container that does not run or does not exist
-// is no error. A starting container is stopped after its start. If the start takes longer than
-// timeout, StopContainer cancels the launch.
+// StopContainer sends the container's stop signal, unless an earlier call has sent it. It waits up
+// to timeout for the exit, and then kills the container. A zero timeout kills it at once. A
+// container that does not run or does not exist is no error. A starting container is stopped after
+// its start. If the start takes longer than timeout, StopContainer cancels the launch.
 func (k *control) StopContainer(ctx context.Context, id string, timeout time.Duration) error {
 	c, err := k.objects.containers.Find(id)
 	if errdefs.IsNotFound(err) {

@@ -63,8 +63,9 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 
 // waiting are methods that may take minutes, with the age at which a stop cuts a call. Until the
 // stop has ended and the next daemon serves, no request is answered. Stops, pulls and removals
-// continue when the client repeats them. A removal that only waits for free space succeeds. The command of an ExecSync is killed, so one that has just begun, as
-// probes do every second, may still end.
+// continue when the client repeats them. A removal that only waits for free space succeeds. The
+// command of an ExecSync is killed, so one that has just begun, as probes do every second, may
+// still end.
 var waiting = map[string]time.Duration{
 	runtimeapi.RuntimeService_StopContainer_FullMethodName:   0,
 	runtimeapi.ImageService_PullImage_FullMethodName:         0,

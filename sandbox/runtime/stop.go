@@ -57,8 +57,8 @@ func (k *Stopper) Stop(ctx context.Context, c StopTarget, run *Running, signal u
 }
 
 // signalOnce sends the stop signal once in the life of a container, because many programs give up
-// an orderly end at the second one. kubelet repeats a stop after a restart of the daemon or its own,
-// and when the grace period becomes shorter.
+// an orderly end at the second one. kubelet repeats a stop after a restart of the daemon or of
+// kubelet, and when the grace period becomes shorter.
 func (k *Stopper) signalOnce(ctx context.Context, c StopTarget, run *Running, signal unix.Signal) error {
 	if !run.signalled.CompareAndSwap(false, true) {
 		return nil

@@ -16,7 +16,8 @@ import (
 // in the other, but the client must send something in each clientRest after the pod's end. Closing
 // stream closes the direction to the client.
 //
-// Forward does not always wait for a pending Read from stream, so the caller closes stream. The error is Unavailable when the program is stopping.
+// Forward does not always wait for a pending Read from stream, so the caller closes stream. The
+// error is Unavailable when the program is stopping.
 func (spawn Spawn) Forward(ctx context.Context, conn *net.TCPConn, stream io.ReadWriteCloser) error {
 	defer conn.Close()
 	defer context.AfterFunc(ctx, func() { interrupt(conn) })()
