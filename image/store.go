@@ -339,6 +339,7 @@ func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error)
 	if err := s.refs.acquire(ctx, owner, layers); err != nil {
 		return rootfs.Spec{}, fmt.Errorf("root filesystem of %s: wait for layer deletion: %w", holder, err)
 	}
+	keep := s.Keep(layers) // before Stack: a layer that is set aside meanwhile counts as incomplete
 	list, err := s.layers.Stack(ctx, Distinct(layers))
 	if err != nil {
 		if !held {
@@ -346,7 +347,7 @@ func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error)
 		}
 		return rootfs.Spec{}, fmt.Errorf("root filesystem of %s: %w", holder, err)
 	}
-	return rootfs.Spec{Layers: list, Keep: s.Keep(layers)}, nil
+	return rootfs.Spec{Layers: list, Keep: keep}, nil
 }
 
 // Keep returns the files that a container on layers must hold open until it ends, or nil if all its

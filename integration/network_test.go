@@ -281,9 +281,20 @@ func TestDelUsesConfigurationOfAdd(t *testing.T) {
 	}
 }
 
-// After a failed ADD the plugins get a DEL, and nothing of the pod is left.
+// After a failed ADD the plugins get a DEL, and nothing of the pod is left. An ADD without an
+// address has failed, too.
 func TestPluginFailure(t *testing.T) {
-	plugin := newFakePlugin(t, "failing", `echo '{"cniVersion": "1.0.0", "code": 100, "msg": "no room in the inn"}'; exit 1`)
+	t.Run("error", func(t *testing.T) {
+		pluginFails(t, `echo '{"cniVersion": "1.0.0", "code": 100, "msg": "no room in the inn"}'; exit 1`,
+			codes.Internal, "no room in the inn", "failing")
+	})
+	t.Run("no address", func(t *testing.T) {
+		pluginFails(t, `echo '{"cniVersion": "1.0.0"}'`, codes.FailedPrecondition, `CNI ADD of network "test" returned no address`)
+	})
+}
+
+func pluginFails(t *testing.T, script string, code codes.Code, texts ...string) {
+	plugin := newFakePlugin(t, "failing", script)
 	d := harness.StartDaemon(t, withBinDir(plugin.dir), func(t *testing.T, d *harness.Daemon) {
 		// The failing plugin is last, so that the bridge and an address exist when it fails.
 		var list struct {
@@ -298,7 +309,7 @@ func TestPluginFailure(t *testing.T) {
 		harness.WithNetwork(b.String())(t, d)
 	})
 	_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t), "")
-	harness.WantCode(t, err, codes.Internal, "no room in the inn", "failing")
+	harness.WantCode(t, err, code, texts...)
 	if len(plugin.calls("DEL")) == 0 {
 		t.Error("DEL was not called")
 	}

@@ -58,7 +58,7 @@ func TestSELinuxLabels(t *testing.T) {
 	}{
 		{"no options", nil, containerType, level},
 		{"level", []harness.ContainerOption{seLinux(&runtimeapi.SELinuxOption{Level: "s0:c1,c2"})}, containerType, "s0:c1,c2"},
-		{"type", []harness.ContainerOption{seLinux(&runtimeapi.SELinuxOption{Type: privilegedType, Level: level})}, privilegedType, level},
+		{"type", []harness.ContainerOption{seLinux(&runtimeapi.SELinuxOption{Type: privilegedType})}, privilegedType, level},
 		{"privileged", []harness.ContainerOption{harness.Security(harness.Privileged)}, privilegedType, "s0"},
 	} {
 		t.Run(tt.name, func(t *testing.T) {

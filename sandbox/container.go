@@ -278,7 +278,7 @@ func (m *Manager) describeContainer(
 		return nil, err
 	}
 	if c.planned == nil { // plugins have changed the container
-		if runtimeSpec, err = m.launcher.RuntimeSpec(inspectCtx, p.Info(), c.snapshot(), target); err != nil {
+		if runtimeSpec, err = m.describeChanged(inspectCtx, p, c); err != nil {
 			return nil, err
 		}
 	}
@@ -297,6 +297,22 @@ func (m *Manager) describeContainer(
 	}
 	m.control.publishContainer(c)
 	return others, nil
+}
+
+// describeTimeout limits describeChanged. All volumes have answered moments before.
+const describeTimeout = 5 * time.Second
+
+// describeChanged builds the runtime-spec of a container that plugins have changed. It inspects the
+// sources of mounts during the hold, because the hold ends with the publication. A volume that hangs
+// now is DeadlineExceeded. Without a limit it would block registrations, and so all other holds.
+func (m *Manager) describeChanged(ctx context.Context, p *pod, c lockedContainer) (*specs.Spec, error) {
+	ctx, cancel := context.WithTimeout(ctx, describeTimeout)
+	defer cancel()
+	spec, err := m.launcher.RuntimeSpec(ctx, p.Info(), c.snapshot(), m.objects.targetPIDNS(c.container))
+	if err != nil {
+		return nil, fmt.Errorf("describe container %s with the changes of NRI plugins: %w", c.ID, err)
+	}
+	return spec, nil
 }
 
 // RuntimeSpec returns the runtime-spec of a container, built from its record as for a launch.

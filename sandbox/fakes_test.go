@@ -52,6 +52,7 @@ type fakeHost struct {
 
 	calls      []string
 	fail       map[string]int             // remaining failures of each call
+	hangs      bool                       // RuntimeSpec waits for a volume until its context ends
 	planned    *specs.Spec                // that the last launch got; nil: it built one
 	holdDumps  bool                       // Prepare waits until it is cancelled
 	pods       map[string]state.Phase     // by ID, as recorded
@@ -182,7 +183,11 @@ func (f *fakeHost) Validate(context.Context, *state.Pod, *state.Container, func(
 	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{Resources: &specs.LinuxResources{}}}, f.call("validate")
 }
 
-func (f *fakeHost) RuntimeSpec(context.Context, *state.Pod, *state.Container, func() (string, error)) (*specs.Spec, error) {
+func (f *fakeHost) RuntimeSpec(ctx context.Context, _ *state.Pod, _ *state.Container, _ func() (string, error)) (*specs.Spec, error) {
+	if f.hangs {
+		<-ctx.Done()
+		return nil, fmt.Errorf("mount of /data: %w", ctx.Err())
+	}
 	return &specs.Spec{Process: &specs.Process{}, Linux: &specs.Linux{Resources: &specs.LinuxResources{}}}, f.call("spec")
 }
 

@@ -147,7 +147,7 @@ func newManager(cfg Config, p *parts, tasks *task.Runner) *Manager {
 	m := &Manager{
 		Lists:    lists,
 		Service:  stream.New(streamTargets{all, p.images}, p.launchers, p.node, cfg.Streams, tasks),
-		starts:   &starts{objects: all, history: p.history},
+		starts:   &starts{objects: all},
 		cfg:      cfg,
 		log:      cfg.Log,
 		tasks:    tasks,
@@ -192,7 +192,6 @@ func (m *Manager) start(ctx context.Context) error {
 		return err
 	}
 	m.network.OnChange(m.unfinished.retries.Hasten)
-	m.tasks.Watchers.Spawn(func() { m.starts.history.Run(m.tasks.Watchers.Context()) })
 	m.tasks.Watchers.Spawn(func() { m.disks.Run(m.tasks.Watchers.Context(), m.cfg.Root, m.cfg.State) })
 	return m.meters.start()
 }

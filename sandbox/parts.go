@@ -17,7 +17,6 @@ import (
 	"berth/internal/task"
 	"berth/internal/trash"
 	"berth/sandbox/handler"
-	"berth/sandbox/history"
 	"berth/sandbox/lsm"
 	"berth/sandbox/podenv"
 	"berth/sandbox/runtime"
@@ -51,7 +50,6 @@ type parts struct {
 	handlers  *handler.Set
 	appArmor  *lsm.AppArmor
 	selinux   lsm.SELinux
-	history   *history.History             // nil in tests
 	key       func() (*archive.Key, error) // the node's key for checkpoints, made when it is first needed
 }
 
@@ -133,7 +131,6 @@ func (p *parts) makePods(
 ) {
 	bin := trash.New(p.node.Trash(), safefs.RemoveAll, tasks, cfg.Log)
 	p.trash, p.network = bin, networks
-	p.history = history.New(p.node.Starts(), cfg.Log)
 	p.podenv = podenv.Provisioner{
 		Dirs:           p.node.Dirs,
 		HostResolvConf: cfg.HostResolvConf,

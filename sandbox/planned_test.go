@@ -4,7 +4,9 @@ import (
 	"context"
 	"slices"
 	"testing"
+	"time"
 
+	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/nri"
@@ -72,6 +74,26 @@ func TestSpecIsBuiltOnce(t *testing.T) {
 			})
 		})
 	}
+}
+
+// A volume that hangs after plugins have changed the container does not keep the hold. Otherwise a
+// plugin could not register, and all pods would wait for the registration.
+func TestHangingVolumeEndsHold(t *testing.T) {
+	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
+		plugins := &changingPlugins{fakePlugins: fakePlugins{journal: new(journal)}, adjustment: &nri.Adjustment{}}
+		m.plugins.caller.Plugins = plugins
+		pod := runPod(t, m)
+		plugins.entries, f.hangs = nil, true
+		began := time.Now()
+		_, err := m.CreateContainer(t.Context(), pod, containerConfig())
+		testutil.WantError(t, err, codes.DeadlineExceeded, "mount of /data")
+		if took := time.Since(began); took != describeTimeout {
+			t.Errorf("the hold took %v", took)
+		}
+		if len(plugins.entries) < 2 || plugins.entries[0] != "hold" || plugins.entries[1] != "release" {
+			t.Errorf("calls: %q", plugins.entries)
+		}
+	})
 }
 
 func update(limits *runtimeapi.LinuxContainerResources) func(*testing.T, *Manager, string) {

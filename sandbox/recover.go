@@ -136,7 +136,7 @@ func (r *recovery) attachedPods(yield func(*state.PodSpec) bool) {
 func (r *recovery) loadPods() error {
 	pods := map[string]*pod{}
 	damaged, err := r.m.records.LoadPods(func(spec *state.PodSpec, status state.PodStatus) {
-		pods[spec.ID] = newPod(spec, status, r.m.starts.history.Adopt(historyPod(spec)))
+		pods[spec.ID] = newPod(spec, status, r.m.starts.history.Record(historyPod(spec)))
 	})
 	r.m.objects.pods.PutAll(pods)
 	logDamaged(r.m.log, "pod", damaged)

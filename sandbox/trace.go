@@ -1,8 +1,6 @@
 package sandbox
 
 import (
-	"context"
-
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/trace"
@@ -13,7 +11,7 @@ import (
 // starts are the traces of the last pod starts.
 type starts struct {
 	objects objects
-	history *history.History // nil in tests
+	history history.History
 }
 
 // StartOf returns the operations of a pod's start that this daemon has executed, oldest first. They
@@ -27,14 +25,11 @@ func (s *starts) StartOf(podID string) []trace.Operation {
 	return p.start.Operations()
 }
 
-// Starts returns summaries of the last pod starts, newest first. It includes removed pods and
-// starts by earlier daemons. It reads the disk.
-func (s *starts) Starts(ctx context.Context) ([]history.Summary, error) { return s.history.List(ctx) }
+// Starts returns summaries of the last pod starts, newest first. It includes removed pods.
+func (s *starts) Starts() []history.Summary { return s.history.List() }
 
 // Start returns the start of a pod as Starts lists it. The error is NotFound if it is not kept.
-func (s *starts) Start(ctx context.Context, podID string) (history.Start, error) {
-	return s.history.Find(ctx, podID)
-}
+func (s *starts) Start(podID string) (history.Start, error) { return s.history.Find(podID) }
 
 // RecordPull adds a pull to the start of the pod that needs the image. The pod may not exist yet.
 func (s *starts) RecordPull(pod *runtimeapi.PodSandboxMetadata, image string, t *trace.Trace) {

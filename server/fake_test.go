@@ -192,9 +192,9 @@ func (f *fakePods) StartOf(string) []trace.Operation { return f.traces }
 
 func (f *fakePods) RecordPull(*runtimeapi.PodSandboxMetadata, string, *trace.Trace) {}
 
-func (f *fakePods) Starts(context.Context) ([]history.Summary, error) { return nil, nil }
+func (f *fakePods) Starts() []history.Summary { return nil }
 
-func (f *fakePods) Start(context.Context, string) (history.Start, error) { return history.Start{}, nil }
+func (f *fakePods) Start(string) (history.Start, error) { return history.Start{}, nil }
 
 const (
 	idA = "sha256:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"

@@ -9,8 +9,8 @@
 // The configuration is a TOML file and the files of a directory beside it. Flags override the
 // files, and later files override earlier ones. Both override the defaults. Load refuses a file
 // with an unknown key, so that a misspelled key cannot leave a default in place. It accepts the
-// keys of release 0.2, which had no tables, with a warning. "berth config migrate" prints the new
-// ones.
+// keys of release 0.2, which had no tables, with a warning that has the
+// new key.
 package config
 
 import (

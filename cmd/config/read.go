@@ -247,8 +247,7 @@ func (f *file) option(o option, key string, value any) {
 	}
 	f.place(o.Key, key)
 	if key != o.Key {
-		f.obsolete = append(f.obsolete, problem{f.line(key),
-			fmt.Errorf("%s is now %s; \"berth config migrate\" prints the file with the new keys", key, o.Key)})
+		f.obsolete = append(f.obsolete, problem{f.line(key), fmt.Errorf("%s is now %s", key, o.Key)})
 	}
 }
 

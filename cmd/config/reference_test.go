@@ -40,7 +40,6 @@ all files. Lists are replaced as a whole. Unknown keys are errors.
 - ` + "`berth config default`" + ` prints a file with every option.
 - ` + "`berth config check`" + ` checks the files without a daemon.
 - ` + "`berth config show`" + ` prints the options that differ from their defaults; ` + "`--all`" + ` prints all.
-- ` + "`berth config migrate`" + ` prints a file of release 0.2 with the present keys.
 
 ` + "`systemctl reload berth`" + ` and SIGHUP apply changes of the options marked "reload". Changes of other options
 take effect at the next start. The daemon refuses a faulty file as a whole and keeps its

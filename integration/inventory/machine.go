@@ -237,11 +237,10 @@ func addTree(s Items, kind, root string) {
 	})
 }
 
-// isOutliving reports whether a path below root or state is a kept trace, an index of a blob or
-// part of the journal of events. They outlive their pods and images, and are written at any time.
+// isOutliving reports whether a path below root or state is an index of a blob or part of the
+// journal of events. They outlive their pods and images, and are written at any time.
 func isOutliving(below string) bool {
-	return strings.HasPrefix(below, "/starts/") || strings.HasPrefix(below, "/images/indexes/") ||
-		strings.HasPrefix(below, "/events/")
+	return strings.HasPrefix(below, "/images/indexes/") || strings.HasPrefix(below, "/events/")
 }
 
 // imageMount is the description of an EROFS image's mount, which has no name, in OpenFiles.

@@ -69,7 +69,6 @@ const (
 	probe     = "a probe at start, in a mount namespace of its own"
 	signal    = "a signal, which the next cleanup repeats"
 	unpinned  = "in a network namespace that is not pinned yet"
-	history   = "traces, which nothing depends on; they are written at any time"
 	position  = "the position of a client, without which the client begins anew"
 	unnamed   = "in a directory without a name yet; failpoints surround the whole"
 	undo      = "undoes after an error, as the next start does after a crash"
@@ -184,8 +183,6 @@ var unmarked = map[string]string{
 	"server/journal.Take: os.OpenFile":        position,
 	"server/journal.remove: os.Remove":        position,
 
-	"sandbox/history.save: os.WriteFile os.Rename":   history,
-	"sandbox/history.removeIfExists: os.Remove":      history,
 	"sandbox/lsm.installProfile: cmd.CombinedOutput": "the profile of all containers, which each launch loads if it is missing",
 	"sandbox/lsm.set: unix.Setxattr":                 "the label of a file, which the next creation of the container sets again",
 	"sandbox/podenv.makeDir: os.Mkdir os.Chmod":      byCaller,

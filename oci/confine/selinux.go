@@ -1,9 +1,11 @@
 package confine
 
 import (
+	"fmt"
 	"regexp"
 
 	"github.com/opencontainers/runtime-spec/specs-go"
+	"github.com/opencontainers/selinux/go-selinux"
 	"github.com/opencontainers/selinux/go-selinux/label"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -18,11 +20,11 @@ type Labels struct {
 	Mount   string `json:"mount,omitempty"` // label of the root filesystem, and of berth's mounts in the container
 }
 
-// NewLabels returns the labels of a container, or of a pod if the pod argument is empty. If a
-// container has no options, it gets its pod's labels. Otherwise missing categories are drawn at
-// random. The categories belong to this container until selinux.ReleaseLabel, so the caller calls
-// NewLabels once and records the result. Like containerd and CRI-O, berth ignores the options on
-// hosts without SELinux.
+// NewLabels returns the labels of a container, or of a pod if the pod argument is empty. A
+// container gets its pod's labels, with the parts that its options name replaced. A pod's missing
+// categories are drawn at random. The categories belong to the caller until selinux.ReleaseLabel,
+// so it calls NewLabels once and records the result. Like containerd and CRI-O, berth ignores the
+// options on hosts without SELinux.
 //
 // The error is InvalidArgument for invalid options.
 func NewLabels(o *runtimeapi.SELinuxOption, pod Labels, facts host.Facts) (Labels, error) {
@@ -33,11 +35,25 @@ func NewLabels(o *runtimeapi.SELinuxOption, pod Labels, facts host.Facts) (Label
 	if len(options) == 0 && pod.Process != "" {
 		return pod, nil
 	}
+	if options, err = withPod(pod, options); err != nil {
+		return Labels{}, err
+	}
 	process, mount, err := label.InitLabels(options)
 	if err != nil {
 		return Labels{}, errdefs.InvalidArgument("selinux_options: %w", err)
 	}
 	return Labels{Process: process, Mount: mount}, nil
+}
+
+// withPod puts the parts of the pod's label before a container's options, which win. With other
+// categories than its pod, a container could not read the pod's files, such as resolv.conf. An
+// empty pod adds nothing.
+func withPod(pod Labels, options []string) ([]string, error) {
+	inherited, err := selinux.DupSecOpt(pod.Process)
+	if err != nil {
+		return nil, fmt.Errorf("parse SELinux label %q of the pod: %w", pod.Process, err)
+	}
+	return append(inherited, options...), nil
 }
 
 // SetSELinux sets the labels of the process and the mounts. A privileged container's process gets

@@ -46,4 +46,34 @@ func TestNewLabels(t *testing.T) {
 		t.Errorf("labels of a container with options: %v", got)
 	}
 	selinux.ReleaseLabel(got.Process)
+	got, err = NewLabels(&runtimeapi.SELinuxOption{Type: "spc_t"}, podLabels, with)
+	testutil.Must(t, err)
+	if selinux.GetEnabled() != (got.Process == "system_u:system_r:spc_t:s0:c1,c2") {
+		t.Errorf("labels of a container with a type of its own: %v", got)
+	}
+	_, err = NewLabels(own, Labels{Process: "damaged"}, with)
+	if err == nil || !strings.Contains(err.Error(), "label \"damaged\" of the pod") {
+		t.Errorf("damaged label of the pod: %v", err)
+	}
+}
+
+// A part that the container's options do not name comes from the pod.
+func TestOptionsWithPod(t *testing.T) {
+	inherited := []string{"user:system_u", "role:system_r", "type:container_t", "level:s0:c1,c2"}
+	for _, c := range []struct {
+		name    string
+		pod     Labels
+		options []string
+		want    []string // the last value of a part wins
+	}{
+		{"pod", Labels{}, []string{"type:spc_t"}, []string{"type:spc_t"}},
+		{"type only", podLabels, []string{"type:spc_t"}, append(slices.Clip(inherited), "type:spc_t")},
+		{"level only", podLabels, []string{"level:s0:c3"}, append(slices.Clip(inherited), "level:s0:c3")},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if got, err := withPod(c.pod, c.options); err != nil || !slices.Equal(got, c.want) {
+				t.Errorf("got %q, %v", got, err)
+			}
+		})
+	}
 }

@@ -21,7 +21,6 @@ const (
 type Recording struct {
 	history *History
 	pod     Pod
-	adopted bool // an earlier daemon started the pod
 
 	mu sync.Mutex
 	// +checklocks:mu
@@ -51,15 +50,8 @@ func (s subject) replaces(o subject) bool {
 	return s.operation == o.operation || s.container != "" && s.attempt > o.attempt
 }
 
-func subjectOf(o trace.Operation) subject {
-	return subject{operation: o.Name(), container: o.Object, image: o.Image, attempt: o.Attempt}
-}
-
-// Record returns a recording for a new pod. A nil History records nothing.
+// Record returns a recording for a pod. The History lists it from its first operation on.
 func (h *History) Record(pod Pod) *Recording {
-	if h == nil {
-		return nil
-	}
 	r := &Recording{history: h, pod: pod}
 	for _, p := range h.take(pod) {
 		r.AddPull(p.trace, p.image)
@@ -79,7 +71,7 @@ type waitingPull struct {
 
 // AddPull keeps a pull for a pod that does not exist yet. pod has no ID.
 func (h *History) AddPull(pod Pod, image string, t *trace.Trace) {
-	if h == nil || t == nil {
+	if t == nil {
 		return
 	}
 	h.mu.Lock()
@@ -102,16 +94,6 @@ func (h *History) take(pod Pod) (pulls []waitingPull) {
 		return p.pod == pod
 	})
 	return pulls
-}
-
-// Adopt returns a recording for a pod of an earlier daemon. Its operations are added to the
-// operations on disk.
-func (h *History) Adopt(pod Pod) *Recording {
-	r := h.Record(pod)
-	if r != nil {
-		r.adopted = true
-	}
-	return r
 }
 
 // AddPod adds the start of the pod.
@@ -137,21 +119,21 @@ func (r *Recording) add(t *trace.Trace, s subject) {
 	r.entries = keepNewest(r.entries, entry.isPull, maxPulls)
 	r.entries = keepNewest(r.entries, entry.isContainer, maxContainerOperations)
 	r.mu.Unlock()
-	r.history.note(r)
+	r.history.keep(r)
 }
 
 func (e entry) isPull() bool      { return e.image != "" }
 func (e entry) isContainer() bool { return e.container != "" }
 
-// keepNewest removes the oldest elements of a kind if there are more than limit.
-func keepNewest[T any](all []T, is func(T) bool, limit int) []T {
+// keepNewest removes the oldest entries of a kind if there are more than limit.
+func keepNewest(all []entry, is func(entry) bool, limit int) []entry {
 	n := 0
 	for _, e := range all {
 		if is(e) {
 			n++
 		}
 	}
-	return slices.DeleteFunc(all, func(e T) bool {
+	return slices.DeleteFunc(all, func(e entry) bool {
 		drop := n > limit && is(e)
 		if drop {
 			n--
@@ -174,28 +156,9 @@ func (r *Recording) Operations() []trace.Operation {
 		o.Image = e.image
 		all = append(all, o)
 	}
-	slices.SortFunc(all, compare)
+	slices.SortFunc(all, func(a, b trace.Operation) int { return cmp.Compare(a.Monotonic, b.Monotonic) })
 	return all
 }
 
-// start returns the start so far. running reports whether one of its operations still runs.
-func (r *Recording) start() (s Start, running bool) {
-	s = Start{Pod: r.pod, Operations: r.Operations()}
-	for _, o := range s.Operations {
-		_, ended := o.Took()
-		running = running || !ended
-	}
-	return s, running
-}
-
-// merge adds operations to earlier ones, and drops those that they replace.
-func merge(earlier, later []trace.Operation) []trace.Operation {
-	all := slices.DeleteFunc(slices.Clone(earlier), func(old trace.Operation) bool {
-		return slices.ContainsFunc(later, func(o trace.Operation) bool { return subjectOf(o).replaces(subjectOf(old)) })
-	})
-	all = append(all, later...)
-	slices.SortFunc(all, compare)
-	return keepNewest(all, func(o trace.Operation) bool { return o.Object != "" }, maxContainerOperations)
-}
-
-func compare(a, b trace.Operation) int { return cmp.Compare(a.Monotonic, b.Monotonic) }
+// start returns the start so far.
+func (r *Recording) start() Start { return Start{Pod: r.pod, Operations: r.Operations()} }

@@ -12,6 +12,7 @@ import (
 
 	"berth/checkpoint/record"
 	"berth/cni"
+	"berth/internal/errdefs"
 	"berth/internal/task"
 	"berth/internal/trace"
 	"berth/sandbox/state"
@@ -88,7 +89,8 @@ func (n *Networks) Plan(spec *state.PodSpec) (cni.Attachment, [][]cni.IPRange, e
 }
 
 // Attach runs CNI ADD and returns the pod's addresses. The pod's record already shows that a DEL is
-// due. attachment is nil for a pod on the node's network, which needs no ADD.
+// due. attachment is nil for a pod on the node's network, which needs no ADD. A pod without an
+// address is FailedPrecondition, because kubelet would replace its sandbox again and again.
 func (n *Networks) Attach(
 	ctx context.Context, spec *state.PodSpec, attachment *cni.Attachment,
 ) (ips []string, err error) {
@@ -105,6 +107,10 @@ func (n *Networks) Attach(
 	result, err := n.network.Add(ctx, *attachment, pod)
 	if err != nil {
 		return nil, fmt.Errorf("attach pod %s to its network: %w", spec.ID, err)
+	}
+	if len(result.IPs) == 0 {
+		return nil, errdefs.FailedPrecondition("CNI ADD of network %q returned no address for pod %s",
+			attachment.Network, spec.ID)
 	}
 	return addressStrings(result.IPs), nil
 }

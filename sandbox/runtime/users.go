@@ -21,8 +21,9 @@ const (
 )
 
 // Users caches /etc/passwd and /etc/group of images, because many containers start from the same
-// image. Entries never become stale, because an image's ID identifies its content. The zero value
-// is ready to use. The lock guards the map and is held for map operations only.
+// image. Entries never become stale, because an image's ID identifies its content. That is proven
+// only for complete layers, so the files of an incomplete image are not cached. The zero value is
+// ready to use. The lock guards the map and is held for map operations only.
 type Users struct {
 	mu sync.Mutex
 	// +checklocks:mu
@@ -75,7 +76,9 @@ func (u *Users) Of(imageID string, root rootfs.Spec) (UserFiles, error) {
 	if files.Group, err = readUserFile(mount, "/etc/group"); err != nil {
 		return UserFiles{}, fmt.Errorf("user files of image %s: %w", imageID, err)
 	}
-	u.put(imageID, files)
+	if root.Keep == nil { // otherwise a layer's table of contents may be wrong
+		u.put(imageID, files)
+	}
 	return files, nil
 }
 

@@ -45,9 +45,6 @@ func (d Dirs) Trash() string { return d.Writable("trash") }
 // OldTrash is the trash of version 0.1.0.
 func (d Dirs) OldTrash() string { return filepath.Join(d.Root, "trash") }
 
-// Starts holds the traces of the last pod starts.
-func (d Dirs) Starts() string { return filepath.Join(d.Root, "starts") }
-
 // Checkpoints has a record of each checkpoint in progress, and a directory for the files of each
 // checkpoint of one container. Both end with the checkpoint.
 func (d Dirs) Checkpoints() string { return filepath.Join(d.Root, "checkpoints") }

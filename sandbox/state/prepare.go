@@ -27,7 +27,7 @@ func (d Dirs) Prepare() error {
 	}
 	for _, dir := range []string{
 		d.SharedMounts(), d.Libcontainer(), d.OCI(""), d.Shim(""),
-		d.PodFiles(""), d.Writable(""), d.Trash(), d.Starts(), d.EmptyLayer(),
+		d.PodFiles(""), d.Writable(""), d.Trash(), d.EmptyLayer(),
 	} {
 		failpoint.Reach("layout.make-directory")
 		if err := os.MkdirAll(dir, 0o700); err != nil {

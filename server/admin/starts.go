@@ -24,9 +24,9 @@ type StartRequest struct {
 // Starts is the part of the sandbox manager that the service uses.
 type Starts interface {
 	// Starts returns the last pod starts, newest first.
-	Starts(ctx context.Context) ([]history.Summary, error)
+	Starts() []history.Summary
 	// Start returns the start of the pod with that ID, or NotFound.
-	Start(ctx context.Context, podID string) (history.Start, error)
+	Start(podID string) (history.Start, error)
 }
 
 // RegisterStarts adds the service for traces of pod starts to a gRPC server.
@@ -35,9 +35,9 @@ func RegisterStarts(s grpc.ServiceRegistrar, kept Starts) {
 		ServiceName: starts,
 		HandlerType: (*Starts)(nil),
 		Methods: []grpc.MethodDesc{
-			unary(starts, "List", func(ctx context.Context, s Starts, _ struct{}) (any, error) { return s.Starts(ctx) }),
-			unary(starts, "Get", func(ctx context.Context, s Starts, req StartRequest) (any, error) {
-				return s.Start(ctx, req.PodID)
+			unary(starts, "List", func(_ context.Context, s Starts, _ struct{}) (any, error) { return s.Starts(), nil }),
+			unary(starts, "Get", func(_ context.Context, s Starts, req StartRequest) (any, error) {
+				return s.Start(req.PodID)
 			}),
 		},
 	}, kept)

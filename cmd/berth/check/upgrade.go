@@ -218,7 +218,7 @@ func checkConfiguration(cfg *config.Config, warnings []string) nodecheck.Finding
 	}
 	if len(warnings) > 0 {
 		return nodecheck.Finding{Subject: subject, Level: nodecheck.Warning, Found: strings.Join(warnings, "; "),
-			Fix: "see \"berth config migrate\""}
+			Fix: "write the new keys into the file"}
 	}
 	return finding(subject, "", "", "accepted")
 }

@@ -3,7 +3,6 @@ package commands
 import (
 	"fmt"
 	"io"
-	"os"
 
 	"github.com/spf13/cobra"
 
@@ -21,7 +20,7 @@ func configCommand() *cobra.Command {
 		// If RunE is not set, cobra prints the help for a misspelled subcommand and succeeds.
 		RunE: cli.Group,
 	}
-	cmd.AddCommand(defaultConfigCommand(), checkConfigCommand(), showConfigCommand(), migrateConfigCommand())
+	cmd.AddCommand(defaultConfigCommand(), checkConfigCommand(), showConfigCommand())
 	return cmd
 }
 
@@ -86,31 +85,4 @@ only the options that differ from their defaults.`,
 	config.AddFlags(cmd.Flags())
 	cmd.Flags().BoolVarP(&all, "all", "a", false, "print all options")
 	return cmd
-}
-
-func migrateConfigCommand() *cobra.Command {
-	return &cobra.Command{
-		Use:   "migrate [FILE]",
-		Short: "Print a configuration file of release 0.2 with the present keys",
-		Long: `Print a configuration file with the keys of release 0.2 in its present form, with its
-comments. The file itself stays as it is.`,
-		Example: "  berth config migrate >new.toml",
-		Args:    cli.Args(0, 1, ""),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			name := config.DefaultPath
-			if len(args) > 0 {
-				name = args[0]
-			}
-			content, err := os.ReadFile(name)
-			if err != nil {
-				return fmt.Errorf("read configuration: %w", err)
-			}
-			text, err := config.Migrate(name, content)
-			if err != nil {
-				return err
-			}
-			_, err = io.WriteString(cmd.OutOrStdout(), text)
-			return err
-		},
-	}
 }

@@ -18,18 +18,6 @@ func writeConfig(t *testing.T, content string) string {
 	return path
 }
 
-func TestMigrateCommand(t *testing.T) {
-	t.Parallel()
-	var out bytes.Buffer
-	cmd := configCommand()
-	cmd.SetArgs([]string{"migrate", writeConfig(t, "max_execs = 7\n")})
-	cmd.SetOut(&out)
-	testutil.Must(t, cmd.Execute())
-	if out.String() != "[exec]\nmax = 7\n" {
-		t.Errorf("prints %q", out.String())
-	}
-}
-
 func TestShowAndCheckCommands(t *testing.T) {
 	t.Parallel()
 	path := writeConfig(t, "max_execs = 7\n[log]\nlevel = 'warn'\n")

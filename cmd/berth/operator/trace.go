@@ -41,9 +41,9 @@ func traceCommand(o *Connection) *cobra.Command {
 their steps in berth, as bars, or as data (--output json). The pod is given by name, ID
 or a prefix of the ID.
 
-berth records every start, and keeps the last %d on disk, also those of removed pods
-and of earlier daemons. Without POD, the command lists them, the newest first. With
---slowest[=N] it lists the N starts that took the longest time.`, history.Kept),
+berth records every start, and keeps the last %d until the daemon ends, also those of
+removed pods. Without POD, the command lists them, the newest first. With --slowest[=N]
+it lists the N starts that took the longest time.`, history.Kept),
 		Example: "  berth trace web\n  berth trace --slowest=5",
 	}
 	how := cli.AddOutput(cmd, "text")

@@ -1,7 +1,6 @@
 package operator
 
 import (
-	"context"
 	"encoding/json"
 	"strings"
 	"testing"
@@ -33,9 +32,9 @@ type keptStarts struct {
 	trace string
 }
 
-func (k *keptStarts) Starts(context.Context) ([]history.Summary, error) { return k.older, nil }
+func (k *keptStarts) Starts() []history.Summary { return k.older }
 
-func (k *keptStarts) Start(_ context.Context, id string) (s history.Start, err error) {
+func (k *keptStarts) Start(id string) (s history.Start, err error) {
 	s.Pod = history.Pod{ID: id, Namespace: "default", Name: "web"}
 	for _, o := range k.older {
 		if o.ID == id {

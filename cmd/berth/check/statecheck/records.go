@@ -32,7 +32,7 @@ var (
 		"cni",
 		"lock",
 		"identity",
-		"starts",         // traces; the daemon deletes damaged ones
+		"starts",         // of builds before 0.3.0; nothing reads them
 		"run",            // files of berth run
 		"checkpoints",    // checkpoints in progress
 		"checkpoint.key", // signs checkpoints
