@@ -81,7 +81,7 @@ func NewCadvisor(cfg CadvisorConfig, pods CadvisorPods, images Images, log *slog
 		grpc.MaxRecvMsgSize(cadvisorMaxRequest),
 		grpc.ConnectionTimeout(cadvisorConnectTimeout),
 		grpc.WaitForHandlers(true),
-		grpc.Creds(peerCredentials{log: log}),
+		grpc.Creds(peerCredentials{log: log, begun: func() {}}),
 		grpc.UnaryInterceptor(s.unary),
 	)}
 	versionapi.RegisterVersionServer(c.grpc, cadvisorVersion{service: s})

@@ -9,6 +9,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"sync"
 	"syscall"
 	"time"
 
@@ -55,6 +56,54 @@ func (l rootListener) Accept() (net.Conn, error) {
 		}
 		_ = conn.Close() // refused
 	}
+}
+
+// endingListener accepts no connection after end. A stop of gRPC closes connections that it has
+// accepted and not begun to serve, and their clients would see an error. Connections that are not
+// accepted wait in the socket for the next daemon.
+type endingListener struct {
+	net.Listener
+	accepted *sync.WaitGroup // an accepted connection counts until its handshake begins
+	ended    chan struct{}   // closed when Accept has noticed end
+	closed   chan struct{}   // closed by Close
+}
+
+func newEndingListener(l net.Listener, accepted *sync.WaitGroup) *endingListener {
+	return &endingListener{Listener: l, accepted: accepted, ended: make(chan struct{}), closed: make(chan struct{})}
+}
+
+// Accept implements net.Listener. After end it returns with Close, because its error ends Serve.
+// gRPC calls it from one goroutine.
+func (l *endingListener) Accept() (net.Conn, error) {
+	conn, err := l.Listener.Accept()
+	switch {
+	case err == nil:
+		l.accepted.Add(1)
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		close(l.ended)
+		<-l.closed
+		err = net.ErrClosed
+	}
+	return conn, err
+}
+
+// end returns when the handshakes of all accepted connections have begun.
+func (l *endingListener) end() {
+	limited, ok := l.Listener.(interface{ SetDeadline(time.Time) error })
+	if !ok || limited.SetDeadline(time.Unix(1, 0)) != nil { // wakes Accept
+		return
+	}
+	select {
+	case <-l.ended:
+	case <-l.closed: // Serve has failed
+	}
+	l.accepted.Wait()
+}
+
+// Close implements net.Listener. gRPC calls it once.
+func (l *endingListener) Close() error {
+	close(l.closed)
+	return l.Listener.Close()
 }
 
 // ListenForCadvisor is Listen for Cadvisor's socket. Like containerd it makes a missing directory
@@ -163,7 +212,10 @@ func checkPeer(conn net.Conn, log *slog.Logger) (*unix.Ucred, error) {
 
 // peerCredentials admits only root and the daemon's user, because any CRI client can become root.
 // The socket's mode has the same effect, but an operator or a systemd socket unit may change it.
-type peerCredentials struct{ log *slog.Logger }
+type peerCredentials struct {
+	log   *slog.Logger
+	begun func() // called when the handshake of a connection begins
+}
 
 // peerInfo is the AuthInfo of a connection.
 type peerInfo struct {
@@ -196,6 +248,7 @@ func (peerInfo) AuthType() string { return "peercred" }
 
 // ServerHandshake implements credentials.TransportCredentials.
 func (p peerCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	p.begun()
 	cred, err := checkPeer(conn, p.log)
 	if err != nil {
 		return nil, nil, err

@@ -160,6 +160,7 @@ type Server struct {
 	events *runtimeService // for record and its EventLog
 
 	requests *semaphore.Weighted // held by each unary request, and by stop
+	begun    sync.WaitGroup      // accepted connections whose handshake has not begun
 
 	stopping   context.Context // ends when Serve is stopped, and ends endless streams
 	endStreams context.CancelFunc
@@ -176,7 +177,7 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 		grpc.MaxSendMsgSize(MaxMessage),
 		grpc.WaitForHandlers(true),
 		grpc.ConnectionTimeout(handshakeTimeout),
-		grpc.Creds(peerCredentials{log: log}),
+		grpc.Creds(peerCredentials{log: log, begun: s.begun.Done}),
 		grpc.ForceServerCodecV2(newCodec()),
 		grpc.UnaryInterceptor(s.unary),
 		grpc.StreamInterceptor(s.stream),
@@ -198,13 +199,15 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var stopping, recording sync.WaitGroup
 	graceful := false
+	accepting := newEndingListener(l, &s.begun)
 	stopping.Go(func() {
 		<-ctx.Done()
+		accepting.end()
 		graceful = s.stop()
 	})
 	record, endRecord := context.WithCancel(context.Background())
 	recording.Go(func() { s.events.record(record) })
-	err := s.grpc.Serve(l)
+	err := s.grpc.Serve(accepting)
 	cancel()
 	stopping.Wait()
 	endRecord()
