@@ -39,7 +39,9 @@ func (s serviceSet) match() expressions {
 		offset = 24
 	}
 	return expressions{
-		&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 4 * portMap{v6: s.v6}.words()},
+		&expr.Payload{
+			DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 4 * portMap{v6: s.v6}.words(),
+		},
 		&expr.Lookup{SourceRegister: reg, SetName: s.name},
 	}
 }
