@@ -363,10 +363,10 @@ func (f *fakeHost) FillShm(context.Context, string, string) error { return f.cal
 
 // Pool
 
-func (f *fakeHost) Expect()                                  {}
-func (f *fakeHost) Counts() shim.Counts                      { return shim.Counts{} }
-func (f *fakeHost) ExpectPause(kind proto.PauseKind, _ bool) { f.noteKind("expect", kind) }
-func (f *fakeHost) Close() error                             { return nil }
+func (f *fakeHost) Expect()                          {}
+func (f *fakeHost) Counts() shim.Counts              { return shim.Counts{} }
+func (f *fakeHost) ExpectPause(kind proto.PauseKind) { f.noteKind("expect", kind) }
+func (f *fakeHost) Close() error                     { return nil }
 
 // fakeNetwork implements Network. Its method names collide with those of fakeHost.
 type fakeNetwork struct{ *fakeHost }

@@ -157,7 +157,7 @@ type Trash interface {
 // Pool keeps idle launchers. *shim.Launchers implements it and documents the methods.
 type Pool interface {
 	Expect()
-	ExpectPause(kind proto.PauseKind, systemd bool)
+	ExpectPause(kind proto.PauseKind)
 	Counts() shim.Counts
 	Close() error
 }

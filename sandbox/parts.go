@@ -189,6 +189,8 @@ func startPool(cfg Config, dirs state.Dirs, programs payload.Paths) (*shim.Launc
 		Warm:        cfg.Host.RootShared,
 		Log:         cfg.Log,
 		LogFormat:   cfg.LogFormat,
+
+		SystemdCgroup: cfg.SystemdCgroup,
 	})
 }
 

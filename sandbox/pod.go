@@ -179,7 +179,7 @@ func (m *Manager) planPod(ctx context.Context, plan podPlan) (_ *pod, err error)
 	if spec.Pause, p.planned, err = m.launcher.PlanPause(ctx, p.unshared().snapshot()); err != nil {
 		return nil, err
 	}
-	m.pool.ExpectPause(spec.Pause, m.node.SystemdCgroup)
+	m.pool.ExpectPause(spec.Pause)
 	if err := m.writePod(ctx, p.unshared()); err != nil {
 		return nil, err
 	}

@@ -40,7 +40,7 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 	plainPause := req.Pause == proto.PlainPause
 	req.Lasts = l.lasts(req)
 	switch {
-	case plainPause && cgroup.StartsInside(req.SystemdCgroup):
+	case plainPause && cgroup.StartsInside(l.cfg.SystemdCgroup):
 		defer l.Expect() // the pod's containers will follow
 	case req.Pause != "":
 		l.Expect() // for this launch and the containers that follow

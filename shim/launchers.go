@@ -14,6 +14,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/opencontainers/cgroups"
 	"golang.org/x/sys/unix"
 
 	"berth/internal/errdefs"
@@ -32,6 +33,8 @@ type Config struct {
 	Warm        bool         // use idle launchers; false: later mounts would not reach them, so one is started per launch
 	Log         *slog.Logger // nil: slog.Default()
 	LogFormat   string       // of the launchers' own log lines: "json", otherwise text
+
+	SystemdCgroup bool // cgroup driver
 }
 
 // Launchers is a pool of launcher processes, which start containers and execs. One goroutine starts
@@ -44,6 +47,7 @@ type Launchers struct {
 	exe       *os.File      // sealed copy of ShimPath, so containers cannot write to it (CVE-2019-5736), and launchers need not copy it
 
 	keepsStatus bool // the kernel keeps the exit status of a reaped process (Linux 6.15)
+	moves       bool // inits are moved into their cgroups, see Expect
 
 	refill chan struct{} // wakes keepFilled; capacity 1
 	ctx    context.Context
@@ -107,6 +111,7 @@ func New(cfg Config) (*Launchers, error) {
 		refill:    make(chan struct{}, 1),
 
 		keepsStatus: pidfd.KeepsStatus(),
+		moves:       cfg.SystemdCgroup || !cgroups.IsCgroup2UnifiedMode(),
 	}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	l.owned.Go(l.keepFilled)

@@ -244,14 +244,18 @@ const (
 // Expect announces a launch within the next 100 ms. It returns at once. It is optional, and makes
 // the launch faster by 5 to 20 ms. A Launch announces the next launches itself.
 //
-// libcontainer moves a container's init into its cgroup. That waits for an RCU grace period unless
-// another move happened just before. While a launch is expected, an idle launcher is moved to its
-// own cgroup again and again (cgroup.Anchor), so that the launch does not wait.
+// On cgroup v1 and with the systemd driver, a container's init is moved into its cgroup. That waits
+// for an RCU grace period unless another move happened just before. While a launch is expected, an
+// idle launcher is moved to its own cgroup again and again (cgroup.Anchor), so that the launch does
+// not wait.
 func (l *Launchers) Expect() { l.expect() }
 
 // expect is Expect. The caller calls done after the launch. This shortens the wait for the next
 // launch.
 func (l *Launchers) expect() (done func()) {
+	if !l.moves {
+		return func() {}
+	}
 	until := time.Now().Add(expectTime) // with its monotonic reading: the clock may be set
 	l.expectUntil.Store(&until)
 	if l.expecting.CompareAndSwap(false, true) {
@@ -266,8 +270,8 @@ func (l *Launchers) expect() (done func()) {
 // ExpectPause announces the launch of a pause. A plain pause may not have to move between cgroups.
 // Then ExpectPause does nothing, because the first move delays all changes of cgroups, including
 // the creation of the pause's cgroup. Launch announces the containers that follow.
-func (l *Launchers) ExpectPause(kind proto.PauseKind, systemd bool) {
-	if kind != proto.PlainPause || !cgroup.StartsInside(systemd) {
+func (l *Launchers) ExpectPause(kind proto.PauseKind) {
+	if kind != proto.PlainPause || !cgroup.StartsInside(l.cfg.SystemdCgroup) {
 		l.Expect()
 	}
 }

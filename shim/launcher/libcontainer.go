@@ -128,7 +128,7 @@ func (b *libcontainerBackend) create() (pid int, err error) {
 	if err := b.l.passFilter(b.process, b.config); err != nil {
 		return 0, err
 	}
-	if err := keepLockLimit(func() error { return b.container.Start(b.process) }); err != nil {
+	if err := keepLockLimit(b.startInit); err != nil {
 		return 0, err
 	}
 	failpoint.Reach("launcher.init-started")

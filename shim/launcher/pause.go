@@ -168,7 +168,6 @@ func (b *pauseBackend) makeCgroup() error {
 	if !cgroup.StartsInside(b.SystemdCgroup) {
 		return nil
 	}
-	const nobody = -1 // package cgroups then moves no process
 	failpoint.Reach("launcher.make-cgroup")
 	if err := b.manager.Apply(nobody); err != nil {
 		return fmt.Errorf("make its cgroup: %w", err)
