@@ -339,7 +339,7 @@ func (r imageRecord) from(origins ...string) imageRecord {
 }
 
 // losing returns a copy without the tags that another image has now. An image that so loses its
-// last tag is no longer pinned. Otherwise each new version of a pinned image would stay on the disk.
+// last tag is no longer pinned. Otherwise each version of a pinned image would stay on disk.
 func (r imageRecord) losing(tags ...string) imageRecord {
 	had := len(r.Tags)
 	for _, tag := range tags {

@@ -493,8 +493,8 @@ func (s *Store) Commit(ctx context.Context, names Naming, img *registry.Image, s
 }
 
 // put writes the record of an image, and then the records of the images that lose a tag to it. If
-// an image loses its last tag, its archives are noted as origins of the new owner. Otherwise Preload
-// would load them again after the removal of the image, and the tag would move back.
+// an image loses its last tag, its archives are noted as origins of the new owner. Otherwise
+// Preload would load them again after the removal of the image, and the tag would move back.
 func (s *Store) put(records map[string]imageRecord, id string, rec imageRecord) (err error) {
 	losers := map[string]imageRecord{}
 	for other, old := range records {

@@ -303,8 +303,9 @@ func (m *Manager) describeContainer(
 const describeTimeout = 5 * time.Second
 
 // describeChanged builds the runtime-spec of a container that plugins have changed. It inspects the
-// sources of mounts during the hold, because the hold ends with the publication. A volume that hangs
-// now is DeadlineExceeded. Without a limit it would block registrations, and so all other holds.
+// sources of mounts during the hold, because the hold ends with the publication. A volume that
+// hangs now is DeadlineExceeded. Without a limit it would block registrations, and so all other
+// holds.
 func (m *Manager) describeChanged(ctx context.Context, p *pod, c lockedContainer) (*specs.Spec, error) {
 	ctx, cancel := context.WithTimeout(ctx, describeTimeout)
 	defer cancel()

@@ -191,8 +191,9 @@ type (
 // The caller holds the lock of the pod or container of a call, so plugins see its events in order.
 // Each call prevents registrations of new plugins (Plugins.Hold). During a hold no code may take
 // the lock of a pod or container, or open a file that a user named, except for describeChanged,
-// which has a limit. The request timeout limits each plugin's answer. Updates of other containers are applied after the hold, when the caller's locks
-// are released. A plugin that registers gets the present state of all objects.
+// which has a limit. The request timeout limits each plugin's answer. Updates of other containers
+// are applied after the hold, when the caller's locks are released. A plugin that registers gets
+// the present state of all objects.
 type pluginCaller struct {
 	Plugins Plugins
 	Target  pluginTarget

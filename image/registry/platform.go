@@ -86,8 +86,8 @@ type choice struct {
 	top    digest.Digest // of the document
 	read   func(ocispec.Descriptor) (document, error)
 	config func(ocispec.Manifest) (*Image, error) // reads the configuration of an image
-	// local says that the documents are on this machine. Other runtimes keep only a part of an index,
-	// perhaps for a lower level of the CPU.
+	// local says that the documents are on this machine. Other runtimes keep only a part of an
+	// index, perhaps for a lower level of the CPU.
 	local bool
 
 	failed int   // manifests that did not suit the node

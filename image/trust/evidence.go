@@ -58,7 +58,7 @@ func (e *Evidence) Merge(earlier *Evidence) *Evidence {
 		}
 		if i < 0 {
 			room -= old.size()
-			documents = slices.Insert(documents, 0, old) // the newest manifest stays the last, see worker.verify
+			documents = slices.Insert(documents, 0, old) // the newest manifest stays last
 			continue
 		}
 		merged := &documents[i]
@@ -170,7 +170,7 @@ func (v *Verifier) PullForOthers(
 func (c Config) neededByOthers(ref registry.Reference, needed []requirement) (others []requirement) {
 	namespaces := []string{""}
 	if c.PolicyDir != "" {
-		files, _ := filepath.Glob(filepath.Join(c.PolicyDir, "*.json")) // fails only for a pattern that is not valid
+		files, _ := filepath.Glob(filepath.Join(c.PolicyDir, "*.json")) // the pattern is valid
 		for _, f := range files {
 			namespaces = append(namespaces, strings.TrimSuffix(filepath.Base(f), ".json"))
 		}

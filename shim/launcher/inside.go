@@ -4,8 +4,8 @@ package launcher
 // driver is cgroupfs (ADR 040).
 //
 // libcontainer starts a process and moves it to the cgroup. The move waits for an RCU grace period,
-// which is a quarter of a pod's start. So the move is left out. That process, nsexec, starts init by
-// clone, and __wrap_clone in inside.c starts init in the cgroup (CLONE_INTO_CGROUP).
+// which is a quarter of a pod's start. So the move is left out. That process, nsexec, starts init
+// by clone, and __wrap_clone in inside.c starts init in the cgroup (CLONE_INTO_CGROUP).
 
 // #cgo LDFLAGS: -Wl,--wrap=clone
 // #include "inside.h"
@@ -21,6 +21,7 @@ import (
 	"github.com/opencontainers/runc/libcontainer"
 
 	"berth/internal/cgroup"
+	"berth/internal/failpoint"
 )
 
 // unmoved is the manager of a cgroup in which processes start. It moves none to it.
@@ -44,6 +45,7 @@ func (b *libcontainerBackend) startInit() error {
 	os.Args[0] = C.INSIDE + original.Path("") // libcontainer passes it on
 	err := b.container.Start(b.process)
 	os.Args[0] = name
+	failpoint.Reach("launcher.init-inside")
 	if err != nil {
 		return err
 	}

@@ -45,7 +45,7 @@ type pauseBackend struct {
 	cgroups *cgroups.Cgroup
 
 	taskFiles []string // the first stage writes itself to these to join its cgroup (cgroup v1)
-	unified   string   // the cgroup's v2 directory, where the first stage starts; empty: none, or the kernel cannot
+	unified   string   // the cgroup's v2 directory, where the first stage starts; empty: none
 
 	pid        int       // of the second stage, later pause
 	first      *exec.Cmd // the first stage; nil after execute

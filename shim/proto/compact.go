@@ -89,7 +89,7 @@ func appendElements(b []byte, v reflect.Value) []byte {
 		return append(b, 0)
 	}
 	b = binary.AppendUvarint(b, uint64(v.Len())+1)
-	if texts, ok := reflect.TypeAssert[[]string](v); ok { // half of a launch: system calls, environment, capabilities
+	if texts, ok := reflect.TypeAssert[[]string](v); ok { // half of a launch, so without reflection
 		for _, text := range texts {
 			b = append(binary.AppendUvarint(b, uint64(len(text))), text...)
 		}
