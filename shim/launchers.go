@@ -17,6 +17,7 @@ import (
 	"github.com/opencontainers/cgroups"
 	"golang.org/x/sys/unix"
 
+	"berth/internal/cgroup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
@@ -111,7 +112,7 @@ func New(cfg Config) (*Launchers, error) {
 		refill:    make(chan struct{}, 1),
 
 		keepsStatus: pidfd.KeepsStatus(),
-		moves:       cfg.SystemdCgroup || !cgroups.IsCgroup2UnifiedMode(),
+		moves:       !cgroups.IsCgroup2UnifiedMode() || !cgroup.StartsInside(cfg.SystemdCgroup),
 	}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	l.owned.Go(l.keepFilled)

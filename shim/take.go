@@ -244,10 +244,9 @@ const (
 // Expect announces a launch within the next 100 ms. It returns at once. It is optional, and makes
 // the launch faster by 5 to 20 ms. A Launch announces the next launches itself.
 //
-// On cgroup v1 and with the systemd driver, a container's init is moved into its cgroup. That waits
-// for an RCU grace period unless another move happened just before. While a launch is expected, an
-// idle launcher is moved to its own cgroup again and again (cgroup.Anchor), so that the launch does
-// not wait.
+// Where init does not start in its cgroup, it is moved there. That waits for an RCU grace period
+// unless another move happened just before. While a launch is expected, an idle launcher is moved
+// to its own cgroup again and again (cgroup.Anchor), so that the launch does not wait.
 func (l *Launchers) Expect() { l.expect() }
 
 // expect is Expect. The caller calls done after the launch. This shortens the wait for the next

@@ -44,17 +44,17 @@ func AnchorOf(pid int) (*Anchor, error) {
 }
 
 // StartsInside reports whether a process of one thread can be in a new group without that lock. On
-// cgroup v2 it starts there. On v1 it moves itself through lists of threads, since Linux 5.5
-// (9a3284fad42f). With the systemd driver systemd moves the process, with the lock.
+// cgroup v2 it starts there. Before Linux 6.4 such a process could have the processors and the
+// memory nodes of its creator's group (42a11bf5c543). On v1 it moves itself through lists of
+// threads, since Linux 5.5 (9a3284fad42f). With the systemd driver systemd moves the process, with
+// the lock.
 func StartsInside(systemd bool) bool {
-	if systemd {
-		return false
-	}
+	since := kernelversion.KernelVersion{Kernel: 5, Major: 5}
 	if cgroups.IsCgroup2UnifiedMode() {
-		return true
+		since = kernelversion.KernelVersion{Kernel: 6, Major: 4}
 	}
-	without, err := kernelversion.GreaterEqualThan(kernelversion.KernelVersion{Kernel: 5, Major: 5})
-	return err == nil && without // if the file does not exist, the caller moves the process
+	without, err := kernelversion.GreaterEqualThan(since)
+	return !systemd && err == nil && without // otherwise the caller moves it
 }
 
 // root is where hierarchies are mounted.

@@ -30,13 +30,16 @@ int __wrap_clone(int (*fn)(void *), void *stack, int flags, void *arg, ...)
 {
 	static int inside;
 	struct clone_args args = {.flags = (unsigned)(flags & ~CSIGNAL) | CLONE_INTO_CGROUP};
+	char *dir;
 	int cgroup;
 	long pid;
 
 	if (inside || strncmp(program_invocation_name, INSIDE, strlen(INSIDE)) != 0)
 		return __real_clone(fn, stack, flags, arg);
 	inside = 1;
-	cgroup = open(program_invocation_name + strlen(INSIDE), O_PATH | O_DIRECTORY | O_CLOEXEC);
+	dir = program_invocation_name + strlen(INSIDE);
+	cgroup = open(dir, O_PATH | O_DIRECTORY | O_CLOEXEC);
+	memset(dir, 0, strlen(dir)); // other containers may read init's arguments
 	if (cgroup < 0)
 		return -1;
 	args.cgroup = (unsigned)cgroup;

@@ -22,6 +22,7 @@ import (
 
 	"berth/internal/cgroup"
 	"berth/internal/failpoint"
+	"berth/internal/pidfd"
 )
 
 // unmoved is the manager of a cgroup in which processes start. It moves none to it.
@@ -62,14 +63,19 @@ func managerOf(c *libcontainer.Container) reflect.Value {
 	return reflect.NewAt(field.Type(), field.Addr().UnsafePointer()).Elem()
 }
 
-// checkInside returns an error if init is not in its cgroup, where it would have no limits.
+// checkInside returns an error if init is not in its cgroup, where it would have no limits. An init
+// that has been killed is not listed any more.
 func (b *libcontainerBackend) checkInside() error {
 	pid, err := b.process.Pid()
 	if err != nil {
 		return err
 	}
 	pids, err := b.group.Procs()
-	if err == nil && !slices.Contains(pids, pid) {
+	if err != nil || slices.Contains(pids, pid) {
+		return err
+	}
+	ended, err := pidfd.Exiting(pid)
+	if err == nil && !ended {
 		err = errors.New("init did not start in its cgroup")
 	}
 	return err
