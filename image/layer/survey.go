@@ -230,7 +230,7 @@ func (s Stored) countPacked() (sum Usage, err error) {
 	return sum, nil
 }
 
-// count counts a file of the layer. Layers of berth up to 0.3.0 have no record of their tar.
+// count counts a file of the layer. Layers of berth up to 0.2.0 have no record of their tar.
 func (s Stored) count(name string) (Usage, error) {
 	f, err := os.Open(filepath.Join(s.Dir, name))
 	if name == tarFile && errors.Is(err, fs.ErrNotExist) {
