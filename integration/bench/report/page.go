@@ -142,7 +142,7 @@ Terms:
 - "Idle helpers" are processes that wait for the next pod. Berth keeps two launchers, which have 1.7 MiB each and share 6 MiB of program.
 - Sessions: the process `+"`berth-stream`"+` takes 10.8 MiB with one session: 3.2 MiB of its own, and 7.6 MiB are pages of its file, which the kernel can drop. Daemon and sessions together take 31.1 MiB without a session, 42.0 MiB with one exec session and 68.2 MiB with 50, so 0.53 MiB for each more (`+"`TestMemoryOfSessions`"+`, 8ed74aa, 28 November 2026, two runs).
 - During the row of 100 idle pods no client sends requests. containerd's shims read statistics every second by default.
-- The disk is free when the runtime's directory holds no file of the image. containerd deletes before it answers, berth afterwards.
+- RemoveImage answers when the layers are deleted, in containerd and in berth.
 `, p.Results.QuickestPace())
 }
 
