@@ -4,7 +4,7 @@ package launcher
 // driver is cgroupfs (ADR 040).
 //
 // libcontainer starts a process and moves it to the cgroup. The move waits for an RCU grace period,
-// which is a quarter of a pod's start. So the move is left out. That process, nsexec, starts init
+// so the move is left out. The process that libcontainer starts is nsexec, which starts init
 // by clone, and __wrap_clone in inside.c starts init in the cgroup (CLONE_INTO_CGROUP).
 
 // #cgo LDFLAGS: -Wl,--wrap=clone
