@@ -111,20 +111,26 @@ func thawed(t *testing.T, w *world) {
 	if len(pids) != 1 {
 		t.Fatalf("processes of the container: %v", pids)
 	}
-	dir := machine.CgroupDir(t, pids[0], "freezer")
-	harness.Eventually(t, "the container is thawed", func() error {
-		state, err := os.ReadFile(filepath.Join(dir, freezerFile()))
-		if err != nil || strings.TrimSpace(string(state)) != thawedState() {
-			return fmt.Errorf("freezer: %q, %w", state, err)
-		}
-		if tracer := machine.StatusField(t, pids[0], "TracerPid"); tracer != "0" {
-			return fmt.Errorf("process %s traces it", tracer)
-		}
-		if state := machine.StatusField(t, pids[0], "State"); !strings.HasPrefix(state, "S") {
-			return fmt.Errorf("state %q", state)
-		}
-		return nil
-	})
+	harness.Eventually(t, "the container is thawed", func() error { return isThawed(pids[0]) })
+}
+
+// isThawed returns nil if a process runs, without a tracer, in a cgroup that is not frozen.
+func isThawed(pid int) error {
+	dir, err := machine.FindCgroupDir(pid, "freezer")
+	if err != nil {
+		return err
+	}
+	freezer, err := os.ReadFile(filepath.Join(dir, freezerFile()))
+	if err != nil || strings.TrimSpace(string(freezer)) != thawedState() {
+		return fmt.Errorf("freezer: %q, %w", freezer, err)
+	}
+	if tracer, err := machine.ReadStatusField(pid, "TracerPid"); tracer != "0" {
+		return fmt.Errorf("process %q traces it, %w", tracer, err)
+	}
+	if state, err := machine.ReadStatusField(pid, "State"); !strings.HasPrefix(state, "S") {
+		return fmt.Errorf("state %q, %w", state, err)
+	}
+	return nil
 }
 
 func freezerFile() string {

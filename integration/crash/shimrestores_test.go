@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -38,11 +39,14 @@ const criuProgram = "criu"
 // or lost with its monitor. A failed checkpoint has left no file, a successful one is complete.
 func dumpFailed(t *testing.T, w *world, program string, err error) {
 	t.Helper()
+	ended := false
 	switch {
 	case program == harness.MonitorProgram:
 		w.isLost(t)
-	case program == criuProgram && len(waiting()) == 0:
-		w.endedWithCRIU(t)
+		ended = true
+	case program == criuProgram:
+		ended = thawedOrEndedWithCRIU(t, w)
+		w.removeTemporaryMounts(t)
 	default:
 		thawed(t, w)
 	}
@@ -54,9 +58,12 @@ func dumpFailed(t *testing.T, w *world, program string, err error) {
 	if len(left) > 0 {
 		t.Errorf("a failed checkpoint has left %v", left)
 	}
-	want := []codes.Code{codes.Internal}   // a program of berth, or CRIU, has ended
-	if program == harness.MonitorProgram { // the container ends with it
-		want = []codes.Code{codes.FailedPrecondition, codes.Unavailable}
+	var want []codes.Code
+	if program != harness.MonitorProgram {
+		want = append(want, codes.Internal) // a program of berth, or CRIU, has ended
+	}
+	if ended { // the answer may tell this instead
+		want = append(want, codes.FailedPrecondition, codes.Unavailable)
 	}
 	if code := harness.CodeOf(err); !slices.Contains(want, code) {
 		t.Errorf("code %v, want %v: %v", code, want, err)
@@ -78,6 +85,32 @@ func (w *world) isLost(t *testing.T) {
 	status := c.WaitExited(t)
 	if status.ExitCode != state.CodeUnknown || status.Reason != state.ReasonShimLost {
 		t.Errorf("exit code %d, reason %q", status.ExitCode, status.Reason)
+	}
+}
+
+// thawedOrEndedWithCRIU waits until the container is thawed or has ended. A process that CRIU has
+// changed ends when it is thawed, which may be after the end of the request.
+func thawedOrEndedWithCRIU(t *testing.T, w *world) (ended bool) {
+	t.Helper()
+	harness.Eventually(t, "the container is thawed or has ended", func() error {
+		if pids := waiting(); len(pids) > 0 {
+			return isThawed(pids[0])
+		}
+		return nil
+	})
+	if len(waiting()) > 0 {
+		return false
+	}
+	w.endedWithCRIU(t)
+	return true
+}
+
+// removeTemporaryMounts removes the directories in the container's /tmp on which a killed CRIU had
+// a tmpfs mounted to save its files. They are the container's, and stay until its removal.
+func (w *world) removeTemporaryMounts(t *testing.T) {
+	t.Helper()
+	for _, dir := range harness.Get(filepath.Glob(filepath.Join(w.d.Root, "rootfs/*/upper/tmp/cr-tmpfs.*")))(t) {
+		harness.Must(t, os.Remove(dir))
 	}
 }
 
@@ -169,7 +202,10 @@ func (e *shimEnumeration) runCRIU(t *testing.T, cases []shimPoint) {
 	}
 	const times = 8
 	for i := range times {
-		kill(fmt.Sprintf("time-%d", i), e.criuAfter(time.Duration(i)*time.Millisecond))
+		kill(fmt.Sprintf("time-%d", i), e.criuAfter(criuRuns, time.Duration(i)*time.Millisecond))
+		if e.criuRuns == dumps {
+			kill(fmt.Sprintf("traced-%d", i), e.criuAfter(isTraced, time.Duration(i)*200*time.Microsecond))
+		}
 	}
 }
 
@@ -200,26 +236,43 @@ func isStopped() bool {
 	}) == nil
 }
 
-// criuAfter kills CRIU at a time after its start. CRIU's children live on, as after a kill by the
+// criuAfter kills CRIU at a time after an event. CRIU's children live on, as after a kill by the
 // kernel's OOM killer.
-func (e *shimEnumeration) criuAfter(d time.Duration) killing {
+func (e *shimEnumeration) criuAfter(event func() bool, d time.Duration) killing {
 	return killing{
 		program: criuProgram,
 		arm:     func(*testing.T) {},
 		reached: func() bool {
-			err := harness.PollUpTo(deathPatience, time.Millisecond, func() error {
-				if len(criuProcesses()) == 0 {
-					return fmt.Errorf("no CRIU runs")
-				}
-				return nil
-			})
+			happened := event()
 			time.Sleep(d) // any time is right: the result may not depend on it
 			pids := criuProcesses()
-			return err == nil && len(pids) > 0 && unix.Kill(pids[0], unix.SIGKILL) == nil
+			return happened && len(pids) > 0 && unix.Kill(pids[0], unix.SIGKILL) == nil
 		},
 		disarm:  func() {},
 		mayMiss: true, // CRIU may have ended
 	}
+}
+
+// criuRuns waits until CRIU runs.
+func criuRuns() bool {
+	return harness.PollUpTo(deathPatience, time.Millisecond, func() error {
+		if len(criuProcesses()) == 0 {
+			return errors.New("no CRIU runs")
+		}
+		return nil
+	}) == nil
+}
+
+// isTraced waits until CRIU traces the container's process, to change it.
+func isTraced() bool {
+	return harness.PollUpTo(deathPatience, 100*time.Microsecond, func() error {
+		for _, pid := range waiting() {
+			if tracer, err := machine.ReadStatusField(pid, "TracerPid"); err == nil && tracer != "0" {
+				return nil
+			}
+		}
+		return errors.New("CRIU does not trace the container's process")
+	}) == nil
 }
 
 // killCRIU kills all CRIUs and reports whether there were any.

@@ -20,19 +20,25 @@ func Cgroup2() bool {
 // controller, on a host with cgroup v1 or v2.
 func CgroupDir(t *testing.T, pid int, controller string) string {
 	t.Helper()
+	dir, err := FindCgroupDir(pid, controller)
+	testutil.Must(t, err)
+	return dir
+}
+
+// FindCgroupDir is CgroupDir for a process that may have ended.
+func FindCgroupDir(pid int, controller string) (string, error) {
 	for _, line := range ReadLines(fmt.Sprintf("/proc/%d/cgroup", pid)) {
 		fields := strings.SplitN(line, ":", 3)
 		if fields[1] == "" && Cgroup2() {
-			return filepath.Join("/sys/fs/cgroup", fields[2])
+			return filepath.Join("/sys/fs/cgroup", fields[2]), nil
 		}
 		for _, name := range strings.Split(fields[1], ",") {
 			if name == controller {
-				return filepath.Join("/sys/fs/cgroup", controller, fields[2])
+				return filepath.Join("/sys/fs/cgroup", controller, fields[2]), nil
 			}
 		}
 	}
-	t.Fatalf("process %d has no cgroup for %s", pid, controller)
-	return ""
+	return "", fmt.Errorf("process %d has no cgroup for %s", pid, controller)
 }
 
 // CgroupFile reads a setting of a process's cgroup. v1 and v2 are the file's names in each version.

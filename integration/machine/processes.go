@@ -108,13 +108,19 @@ func Stopped() (pids []int) {
 // StatusField returns the value of a line of /proc/PID/status.
 func StatusField(t *testing.T, pid int, key string) string {
 	t.Helper()
+	value, err := ReadStatusField(pid, key)
+	testutil.Must(t, err)
+	return value
+}
+
+// ReadStatusField is StatusField for a process that may have ended.
+func ReadStatusField(pid int, key string) (string, error) {
 	for _, line := range ReadLines(fmt.Sprintf("/proc/%d/status", pid)) {
 		if value, ok := strings.CutPrefix(line, key+":"); ok {
-			return strings.TrimSpace(value)
+			return strings.TrimSpace(value), nil
 		}
 	}
-	t.Fatalf("/proc/%d/status has no %s", pid, key)
-	return ""
+	return "", fmt.Errorf("/proc/%d/status has no %s", pid, key)
 }
 
 // Namespace returns the identity of a process's namespace, for example "net:[4026531840]".
