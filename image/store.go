@@ -322,14 +322,15 @@ func (s *Store) remove(id string) error {
 }
 
 // Hold keeps the layers of an image for a holder and returns the layers to mount. layers are names,
-// bottom first. A holder may call Hold again. A missing layer is NotFound.
+// bottom first. A holder may call Hold again. A missing layer is NotFound. An image without layers
+// has nothing to hold, and its Spec is empty.
 //
 // After an error the holder holds nothing, unless a container may be running on the layers. That is
 // so if the holder held the layers before. It is also so before CollectGarbage, because the
 // container may be one of an earlier daemon.
 func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error) {
 	if len(layers) == 0 {
-		return rootfs.Spec{}, errdefs.FailedPrecondition("image has no layers")
+		return rootfs.Spec{}, nil
 	}
 	owner := holderOwner(holder)
 	held := s.refs.has(owner, layers)

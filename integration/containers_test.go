@@ -6,6 +6,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -317,6 +318,26 @@ func hostCaps(t *testing.T) (bits uint64) {
 	_, err := fmt.Sscanf(machine.StatusField(t, os.Getpid(), "CapBnd"), "%x", &bits)
 	harness.Must(t, err)
 	return bits
+}
+
+// kubelet adds a privileged ephemeral container to a pod that was created without one. The config of
+// the pod in the request is privileged then.
+func TestPrivilegedContainerIsAddedLater(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	cgroups := func() string {
+		notCgroup := func(mount string) bool { return !strings.Contains(mount, "cgroup") }
+		return strings.Join(slices.DeleteFunc(machine.ReadLines("/proc/self/mounts"), notCgroup), "\n")
+	}
+	before := cgroups()
+	pod.Config.Linux.SecurityContext.Privileged = true
+	c := pod.Run(t, harness.Security(harness.Privileged))
+	c.Exec(t, "mount", "-t", "tmpfs", "tmpfs", "/mnt")
+	harness.Equal(t, "mounts of the node's cgroups", cgroups(), before)
+	c.Stop(t, 0)
+	d.Restart(t)
+	harness.Equal(t, "capabilities after a restart", pod.Sh(t, "grep CapEff /proc/self/status", harness.Security(harness.Privileged)),
+		pod.Sh(t, "grep CapBnd /proc/self/status | sed s/Bnd/Eff/", harness.Security(harness.Privileged)))
 }
 
 func TestContainerPrivileged(t *testing.T) {

@@ -136,6 +136,10 @@ func testControlPlaneDebug(t *testing.T, c *cluster) {
 	c.kubectl(t, "debug", "debug", "--image", harness.BaseImage, "--target", "debug", "--container", "looker", "--", "ps", "-o", "pid,args")
 	c.wait(t, "pod/debug", "jsonpath={.status.ephemeralContainerStatuses[0].state.terminated.exitCode}=0")
 	harness.WantText(t, "processes in the ephemeral container", c.kubectl(t, "logs", "debug", "-c", "looker"), "1 sleep 123456")
+	// This profile adds a privileged container to a pod that was created without one.
+	c.kubectl(t, "debug", "debug", "--image", harness.BaseImage, "--profile", "sysadmin", "--container", "admin", "--",
+		"mount", "-t", "tmpfs", "tmpfs", "/mnt")
+	c.wait(t, "pod/debug", `jsonpath={.status.ephemeralContainerStatuses[?(@.name=="admin")].state.terminated.exitCode}=0`)
 }
 
 func testControlPlaneDeployment(t *testing.T, c *cluster) {

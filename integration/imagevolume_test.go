@@ -71,6 +71,21 @@ func TestImageVolume(t *testing.T) {
 	harness.Equal(t, "a program with noexec", pod.Sh(t, "/v/model/run 2>/dev/null || echo refused", harness.Mount(options)), "refused\n")
 }
 
+// The program of an image without layers is in a volume. Such an image is no volume itself.
+func TestImageWithoutLayers(t *testing.T) {
+	img := harness.Get(fixture.ImageOf(v1.Config{Env: []string{"PATH=/v/bin"}}))(t)
+	name, id := harness.Push(t, harness.Registry, "nothing:latest", img)
+	base, _ := harness.Push(t, harness.Registry, "programs:latest", harness.Get(fixture.ImageOf(v1.Config{}, harness.Get(fixture.Base())(t)))(t))
+	d := harness.StartDaemon(t)
+	d.Pull(t, base)
+	pod := d.RunPod(t, harness.HostNetwork)
+	harness.Equal(t, "output of another user", pod.Sh(t, "",
+		harness.Image(name), harness.Mount(imageVolume(base, "")), harness.RunAs(1000), harness.Command("/v/bin/sh", "-c", "/v/bin/stat -c %a /; echo from the volume")),
+		"755\nfrom the volume\n")
+	_, err := pod.TryCreate(t, harness.Mount(imageVolume(id, "")))
+	harness.WantCode(t, err, codes.FailedPrecondition, "no files")
+}
+
 // A sub path, including links, is resolved with the image as the root.
 func TestImageVolumeSubPath(t *testing.T) {
 	_, id := volumeImage(t, "subpath")

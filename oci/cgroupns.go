@@ -66,8 +66,8 @@ func WritableCgroups(sc *runtimeapi.LinuxContainerSecurityContext) bool {
 	return !sc.GetPrivileged() && sc.GetCgroupMountMode() == runtimeapi.CgroupMountMode_CGROUP_MOUNT_MODE_READ_WRITE
 }
 
-// nestingLimits limit the cgroups below that of a container that can make cgroups. Without them it
-// could take all of the kernel's 65535 IDs of memory cgroups. It could also make paths that are too
+// nestingLimits limit how many cgroups a container may create below its own. Without a limit it
+// could use up all 65535 IDs of memory cgroups in the kernel. It could also make paths that are too
 // long to remove: 12 names of 255 bytes fit into PATH_MAX.
 var nestingLimits = map[string]string{"cgroup.max.descendants": "1000", "cgroup.max.depth": "12"}
 

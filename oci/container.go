@@ -7,7 +7,6 @@ import (
 	"github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/errdefs"
 	"berth/oci/confine"
 )
 
@@ -38,9 +37,6 @@ func ContainerSpec(in ContainerInput) (*specs.Spec, error) {
 
 // checkRequest refuses requests that are forbidden or not implemented.
 func checkRequest(in ContainerInput) error {
-	if in.security().GetPrivileged() && !in.Pod.privileged() {
-		return errdefs.InvalidArgument("privileged container in pod %s, which is not privileged", in.Pod.ID)
-	}
 	if err := checkPodHostname(in.Pod); err != nil { // it becomes an environment variable
 		return err
 	}

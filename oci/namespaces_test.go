@@ -118,8 +118,3 @@ func TestNamespacesNeverMissing(t *testing.T) {
 		}, codes.Internal, name)
 	}
 }
-
-func TestPrivilegedNeedsPrivilegedPod(t *testing.T) {
-	t.Parallel()
-	refused(t, func(in *ContainerInput) { in.sc().Privileged = true }, codes.InvalidArgument, "privileged")
-}

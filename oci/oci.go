@@ -140,8 +140,6 @@ func (p Pod) options() *runtimeapi.NamespaceOption {
 	return p.Config.GetLinux().GetSecurityContext().GetNamespaceOptions()
 }
 
-func (p Pod) privileged() bool { return p.Config.GetLinux().GetSecurityContext().GetPrivileged() }
-
 func (p Pod) hostNetwork() bool { return p.options().GetNetwork() == runtimeapi.NamespaceMode_NODE }
 
 func (p Pod) hostIPC() bool { return p.options().GetIpc() == runtimeapi.NamespaceMode_NODE }

@@ -43,7 +43,7 @@ func startSandbox(t *testing.T, m *Manager, names ...string) (pod string, ids []
 	for _, name := range names {
 		config := containerConfig()
 		config.Metadata.Name = name
-		id, err := m.CreateContainer(t.Context(), pod, config)
+		id, err := m.CreateContainer(t.Context(), pod, config, nil)
 		testutil.Must(t, err)
 		testutil.Must(t, m.StartContainer(t.Context(), id))
 		ids = append(ids, id)
@@ -113,7 +113,7 @@ func TestSaveSandboxFailures(t *testing.T) {
 func TestSaveSandboxExcludesStarts(t *testing.T) {
 	withFakes(t, func(t *testing.T, m *Manager, f *fakeHost) {
 		pod, ids := startSandbox(t, m, "one")
-		other, err := m.CreateContainer(t.Context(), pod, containerConfig())
+		other, err := m.CreateContainer(t.Context(), pod, containerConfig(), nil)
 		testutil.Must(t, err)
 		f.forget()
 		f.holdSave = make(chan struct{})

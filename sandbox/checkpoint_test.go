@@ -28,7 +28,7 @@ func startTwo(t *testing.T, m *Manager) (pod string, ids []string) {
 	for _, name := range []string{"one", "two"} {
 		config := containerConfig()
 		config.Metadata.Name = name
-		id, err := m.CreateContainer(t.Context(), pod, config)
+		id, err := m.CreateContainer(t.Context(), pod, config, nil)
 		testutil.Must(t, err)
 		testutil.Must(t, m.StartContainer(t.Context(), id))
 		testutil.Must(t, os.MkdirAll(filepath.Join(m.node.Writable(id), "upper"), 0o700))

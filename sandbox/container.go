@@ -24,13 +24,14 @@ import (
 )
 
 // CreateContainer creates a container in a ready pod and returns its ID. A call with the identity
-// and content of an existing container joins its creation, or returns its ID.
+// and content of an existing container joins its creation, or returns its ID. current is the pod's
+// config in the request, or nil. Only [state.CheckContainer] reads it.
 //
 // Errors: NotFound for the pod or the image. InvalidArgument for a malformed config.
 // FailedPrecondition if the pod is not ready. AlreadyExists if the identity exists with other
 // content.
 func (m *Manager) CreateContainer(
-	ctx context.Context, podID string, config *runtimeapi.ContainerConfig,
+	ctx context.Context, podID string, config *runtimeapi.ContainerConfig, current *runtimeapi.PodSandboxConfig,
 ) (string, error) {
 	checking := trace.Begin(ctx, "check")
 	defer checking.End() // after an error
@@ -38,7 +39,7 @@ func (m *Manager) CreateContainer(
 	if err != nil {
 		return "", err
 	}
-	if err := state.CheckContainer(config, p.Config); err != nil {
+	if err := state.CheckContainer(config, p.Config, current); err != nil {
 		return "", err
 	}
 	sum, err := fingerprintOf(config)

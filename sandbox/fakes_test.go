@@ -643,7 +643,7 @@ func runPod(t *testing.T, m *Manager) (id string) {
 
 func createContainer(t *testing.T, m *Manager, podID string) (id string) {
 	t.Helper()
-	id, err := m.CreateContainer(t.Context(), podID, containerConfig())
+	id, err := m.CreateContainer(t.Context(), podID, containerConfig(), nil)
 	testutil.Must(t, err)
 	return id
 }

@@ -141,7 +141,7 @@ func TestCreateContainerFailures(t *testing.T) {
 				pod := runPod(t, m)
 				f.forget()
 				f.failing(test.step, 1)
-				_, err := m.CreateContainer(t.Context(), pod, containerConfig())
+				_, err := m.CreateContainer(t.Context(), pod, containerConfig(), nil)
 				wantFailure(t, err)
 				if len(f.containerRecords()) > 0 || len(m.objects.containers.Snapshot()) > 0 {
 					t.Errorf("left: %v", f.containerRecords())

@@ -61,7 +61,7 @@ func TestSpecIsBuiltOnce(t *testing.T) {
 						NamespaceOptions: &runtimeapi.NamespaceOption{Pid: runtimeapi.NamespaceMode_TARGET, TargetId: other}}}
 				}
 				f.forget()
-				id, err := m.CreateContainer(t.Context(), pod, config)
+				id, err := m.CreateContainer(t.Context(), pod, config, nil)
 				testutil.Must(t, err)
 				if test.before != nil {
 					test.before(t, m, id)
@@ -85,7 +85,7 @@ func TestHangingVolumeEndsHold(t *testing.T) {
 		pod := runPod(t, m)
 		plugins.entries, f.hangs = nil, true
 		began := time.Now()
-		_, err := m.CreateContainer(t.Context(), pod, containerConfig())
+		_, err := m.CreateContainer(t.Context(), pod, containerConfig(), nil)
 		testutil.WantError(t, err, codes.DeadlineExceeded, "mount of /data")
 		if took := time.Since(began); took != describeTimeout {
 			t.Errorf("the hold took %v", took)

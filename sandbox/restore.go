@@ -85,7 +85,7 @@ func (k *restorer) checkRestore(r state.RestoreRequest) error {
 	}
 	var names []string
 	for _, config := range r.Containers {
-		if err := state.CheckContainer(config, r.Config); err != nil {
+		if err := state.CheckContainer(config, r.Config, nil); err != nil {
 			return err
 		}
 		if err := state.CheckRestorable(config); err != nil {
@@ -112,8 +112,8 @@ func (k *restorer) restorePermitted(byCRIU, mapped bool) error {
 	if err := k.m.cfg.Restores.Permit(mapped); err != nil {
 		return err
 	}
-	// A CRIU without libselinux, as Debian's, leaves restored processes in its own domain: that of
-	// berth.
+	// A CRIU without libselinux, such as Debian's, cannot label restored processes. They would run
+	// in berth's domain.
 	if k.m.node.Host.SELinux {
 		return errdefs.FailedPrecondition("this node has SELinux: CRIU may not give restored processes their labels")
 	}

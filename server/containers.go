@@ -13,8 +13,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// CreateContainer implements RuntimeService. It ignores the pod's config in the request, because
-// the manager has the config of RunPodSandbox.
+// CreateContainer implements RuntimeService. Of the pod's config in the request it uses only whether
+// the pod is privileged. The manager has the config of RunPodSandbox.
 func (s *runtimeService) CreateContainer(ctx context.Context,
 	req *runtimeapi.CreateContainerRequest) (*runtimeapi.CreateContainerResponse, error) {
 	cfg := req.GetConfig()
@@ -27,7 +27,7 @@ func (s *runtimeService) CreateContainer(ctx context.Context,
 	); err != nil {
 		return nil, err
 	}
-	id, err := s.pods.CreateContainer(ctx, req.GetPodSandboxId(), cfg)
+	id, err := s.pods.CreateContainer(ctx, req.GetPodSandboxId(), cfg, req.GetSandboxConfig())
 	if err != nil {
 		return nil, err
 	}

@@ -239,7 +239,7 @@ func TestListsInBatchesAnswerAsLists(t *testing.T) {
 	for n := range count { // the labels exceed one message
 		pod, err := pods.RunPodSandbox(ctx, podConfig(fmt.Sprint(n), map[string]string{"l": strings.Repeat("x", 16<<10)}), "")
 		testutil.Must(t, err)
-		if _, err := pods.CreateContainer(ctx, pod, exited().Config); err != nil {
+		if _, err := pods.CreateContainer(ctx, pod, exited().Config, nil); err != nil {
 			t.Fatal(err)
 		}
 	}

@@ -112,7 +112,9 @@ func (f *fakePods) Pods() []*state.Pod {
 	return slices.Clone(f.pods)
 }
 
-func (f *fakePods) CreateContainer(ctx context.Context, podID string, cfg *runtimeapi.ContainerConfig) (string, error) {
+func (f *fakePods) CreateContainer(
+	ctx context.Context, podID string, cfg *runtimeapi.ContainerConfig, _ *runtimeapi.PodSandboxConfig,
+) (string, error) {
 	if err := f.call(ctx, "CreateContainer", podID); err != nil {
 		return "", err
 	}

@@ -30,7 +30,7 @@ func (s *runtimeService) Version(context.Context, *runtimeapi.VersionRequest) (*
 }
 
 // Status implements RuntimeService. berth serves only after it has recovered its state, so the
-// runtime is ready unless its directories are not writable.
+// runtime is ready if its directories are writable.
 func (s *runtimeService) Status(ctx context.Context,
 	req *runtimeapi.StatusRequest) (*runtimeapi.StatusResponse, error) {
 	network := &runtimeapi.RuntimeCondition{Type: runtimeapi.NetworkReady, Status: true}

@@ -77,7 +77,9 @@ type Sandboxes interface {
 	Pod(id string) (*state.Pod, error)
 	Pods() []*state.Pod
 
-	CreateContainer(ctx context.Context, podID string, cfg *runtimeapi.ContainerConfig) (string, error)
+	CreateContainer(
+		ctx context.Context, podID string, cfg *runtimeapi.ContainerConfig, pod *runtimeapi.PodSandboxConfig,
+	) (string, error)
 	StartContainer(ctx context.Context, id string) error
 	StopContainer(ctx context.Context, id string, timeout time.Duration) error
 	RemoveContainer(ctx context.Context, id string) error

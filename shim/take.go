@@ -86,10 +86,11 @@ func (l *Launchers) pop(execIn string, childless bool) *launcher {
 // choose returns the index of the best launcher. An exec prefers the launcher that has loaded its
 // container. A launch prefers a launcher that has loaded no container.
 //
-// If there is no such launcher, an exec takes a launcher that has loaded no container, even the
-// last. Any launcher can launch, and probes come more often than launches. Otherwise an exec takes
-// the launcher that has been idle longest. Probes of several containers then keep one launcher
-// each. It takes no spare launcher, because a used launcher never becomes old enough to be retired.
+// If there is no such launcher, an exec takes a launcher that has loaded no container, even if no
+// other such launcher is left. Any launcher can launch, and probes come more often than launches.
+// Otherwise an exec takes the launcher that has been idle longest. Probes of several containers then
+// keep one launcher each. It takes no spare launcher, because a used launcher never becomes old
+// enough to be retired.
 //
 // +checklocks:l.mu
 func (l *Launchers) choose(execIn string) int {

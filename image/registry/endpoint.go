@@ -97,8 +97,8 @@ func (e *endpoint) String() string {
 	return e.base.Scheme + "://" + e.base.Host
 }
 
-// down returns the failure because of which the host should not be asked, or nil. The host could
-// not be reached, or has stalled.
+// down returns why the host should be skipped, or nil. The host could not be reached, or has
+// stalled.
 func (e *endpoint) down() error {
 	if u := e.failure.Load(); u != nil {
 		return u

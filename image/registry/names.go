@@ -1,8 +1,6 @@
 package registry
 
 import (
-	"errors"
-	"fmt"
 	"os"
 	"strconv"
 	"strings"
@@ -193,29 +191,4 @@ func (s Sources) load() (*loaded, error) {
 // does not read the disk. Errors: InvalidArgument; FailedPrecondition if the name is ambiguous.
 func (c *Client) Candidates(name string) ([]Reference, error) {
 	return c.sources.Load().names.candidates(name)
-}
-
-// FirstOf calls pull for each candidate of an image name (see [Client.Candidates]) until one
-// succeeds. The error of the last candidate decides the code of a failure. The text has the errors
-// of all candidates.
-func FirstOf[T any](candidates []Reference, pull func(Reference) (T, error)) (T, error) {
-	var none T
-	var failed error
-	for _, ref := range candidates {
-		result, err := pull(ref)
-		if err == nil {
-			return result, nil
-		}
-		if len(candidates) > 1 {
-			err = fmt.Errorf("%s: %w", ref, err)
-		}
-		if failed != nil {
-			err = fmt.Errorf("%v; %w", failed, err)
-		}
-		failed = err
-	}
-	if failed == nil {
-		failed = errors.New("no candidate for the image name")
-	}
-	return none, failed
 }

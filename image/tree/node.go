@@ -83,10 +83,5 @@ func (n *Node) IsLink() bool { return n.Mode == 0 }
 // IsWhiteout reports whether n hides its name in the layers below.
 func (n *Node) IsWhiteout() bool { return n.Type() == unix.S_IFCHR && n.Major == 0 && n.Minor == 0 }
 
-// HandsDown reports whether files created in a directory inherit an ACL.
-func (n *Node) HandsDown() bool {
-	return slices.ContainsFunc(n.Xattrs, func(x Xattr) bool { return x.Name == DefaultACL })
-}
-
 // Names are the names in a directory, sorted.
 func (n *Node) Names() []string { return slices.Sorted(maps.Keys(n.Children)) }

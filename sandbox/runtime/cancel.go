@@ -64,7 +64,7 @@ func (g *StopGate) Begin(ctx context.Context) (operationCtx context.Context, end
 	}
 }
 
-// Stop cancels all operations, and those that begin before end is called.
+// Stop cancels all operations. Until end is called, it also cancels each new operation.
 func (g *StopGate) Stop() (end func()) {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -16,7 +16,7 @@ import (
 const (
 	// projects is the number of project IDs to draw from.
 	projects = 1 << 30
-	// maxDrawn is the number of IDs that one daemon draws. XFS keeps a block of 4 KiB for each ID
+	// maxDrawn limits how many IDs one daemon draws, because XFS keeps a block of 4 KiB for each ID
 	// that was ever used.
 	maxDrawn = 1 << 16
 )

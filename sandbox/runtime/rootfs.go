@@ -1,6 +1,7 @@
 package runtime
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -44,6 +45,9 @@ func (k Roots) Writable(id string, image *state.Image, idMap *rootfs.IDMap, labe
 	failpoint.Reach("container.rootfs-made")
 	if err := k.Quotas.assign(dir, project); err != nil {
 		return root, fmt.Errorf("set quota of writable layer of %s: %w", id, err)
+	}
+	if len(root.Layers) == 0 { // an image without layers: its program is in a volume
+		root.Layers = []rootfs.Layer{{Kind: rootfs.Directory, Path: k.Dirs.EmptyLayer()}}
 	}
 	root.IDMap, root.Label = idMap, label
 	root.Upper, root.Work = filepath.Join(dir, "upper"), filepath.Join(dir, "work")
@@ -106,7 +110,7 @@ func (k Roots) FindVolumes(
 		if err != nil {
 			return nil, volumeFailed(mount, err)
 		}
-		if err := k.Images.Verify(ctx, img, mount.Image.UserSpecifiedImage, namespace); err != nil {
+		if err := k.Images.Verify(ctx, img, cmp.Or(mount.Image.UserSpecifiedImage, mount.Image.Image), namespace); err != nil {
 			return nil, volumeFailed(mount, err)
 		}
 		volumes = append(volumes, state.Volume{Mount: i, ImageID: img.ID, Layers: img.Layers})
@@ -139,6 +143,9 @@ func (k Roots) HoldVolumes(
 	for _, v := range volumes {
 		mount := config.Mounts[v.Mount]
 		layers, err := k.Images.Hold(v.Holder(id), v.Layers)
+		if err == nil && len(v.Layers) == 0 {
+			err = errdefs.FailedPrecondition("the image has no files")
+		}
 		if err != nil {
 			failed = errors.Join(failed, volumeFailed(mount, fmt.Errorf("hold layers of image %s: %w", v.ImageID, err)))
 			continue // recovery must hold the other volumes

@@ -128,7 +128,7 @@ func (k Launcher) cgroupFacts(
 		}
 	}
 	facts = k.facts(ctx, p)
-	if facts.CgroupV2 && (asked || oci.WritableCgroups(sc) || p.Config.GetLinux().GetSecurityContext().GetPrivileged()) {
+	if facts.CgroupV2 && (asked || oci.WritableCgroups(sc) || sc.GetPrivileged()) {
 		if facts.CgroupOptions, err = host.CgroupOptions(); err != nil {
 			return facts, fmt.Errorf("find options of the cgroup filesystem: %w", err)
 		}

@@ -40,7 +40,8 @@ const (
 // podMoves are the transitions of a pod.
 var podMoves = map[Phase][]Phase{
 	PodStarting: {PodReady, Removing},
-	// To Removing: the pod's record could not be written, or the pod is removed without a stop.
+	// A ready pod becomes Removing if its record could not be written, or if it is removed without
+	// a stop.
 	PodReady:    {PodNotReady, PodStopping, Removing},
 	PodNotReady: {PodStopping, Removing},
 	PodStopping: {PodStopped, Removing},

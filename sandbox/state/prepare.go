@@ -35,6 +35,10 @@ func (d Dirs) Prepare() error {
 		}
 		failpoint.Reach("layout.directory-made")
 	}
+	if err := os.Chmod(d.EmptyLayer(), 0o755); err != nil { // it gives / of an image without layers its mode
+		return fmt.Errorf("set mode of the empty layer: %w", err)
+	}
+	failpoint.Reach("layout.empty-layer-made")
 	if err := os.MkdirAll(d.NetNSs, 0o755); err != nil {
 		return fmt.Errorf("make directory of network namespaces: %w", err)
 	}

@@ -38,14 +38,19 @@ func CheckPod(config *runtimeapi.PodSandboxConfig) error {
 	return nil
 }
 
-// CheckContainer rejects the invalid config of a container in that pod.
-func CheckContainer(config *runtimeapi.ContainerConfig, pod *runtimeapi.PodSandboxConfig) error {
+// CheckContainer rejects the invalid config of a container in that pod. current is the pod's config
+// in the request, nil if there is none. It may permit a privileged container that the pod's creation
+// did not: an ephemeral container is added later.
+func CheckContainer(config *runtimeapi.ContainerConfig, pod, current *runtimeapi.PodSandboxConfig) error {
 	md := config.GetMetadata()
 	if md == nil {
 		return errdefs.InvalidArgument("the container config has no metadata")
 	}
 	if err := checkName("container name", md.Name); err != nil {
 		return err
+	}
+	if config.GetLinux().GetSecurityContext().GetPrivileged() && !isPrivileged(pod) && !isPrivileged(current) {
+		return errdefs.InvalidArgument("privileged container in a pod that is not privileged")
 	}
 	logPath := config.GetLogPath()
 	if logPath == "" {
@@ -58,6 +63,10 @@ func CheckContainer(config *runtimeapi.ContainerConfig, pod *runtimeapi.PodSandb
 		return errdefs.InvalidArgument("log path %q leaves the pod's log directory", logPath)
 	}
 	return nil
+}
+
+func isPrivileged(pod *runtimeapi.PodSandboxConfig) bool {
+	return pod.GetLinux().GetSecurityContext().GetPrivileged()
 }
 
 // checkName rejects names that could be mistaken for paths or break a log line.

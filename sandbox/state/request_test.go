@@ -95,12 +95,41 @@ func TestCheckContainer(t *testing.T) {
 		"no log directory":        {"main", "../0.log", unlogged, true}, // no log is kept
 	} {
 		config := &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: test.name}, LogPath: test.logPath}
-		if err := CheckContainer(config, test.pod); test.ok != (err == nil) || !test.ok && errdefs.Code(err) != codes.InvalidArgument {
+		if err := CheckContainer(config, test.pod, nil); test.ok != (err == nil) || !test.ok && errdefs.Code(err) != codes.InvalidArgument {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
-	if err := CheckContainer(&runtimeapi.ContainerConfig{}, logged); errdefs.Code(err) != codes.InvalidArgument {
+	if err := CheckContainer(&runtimeapi.ContainerConfig{}, logged, nil); errdefs.Code(err) != codes.InvalidArgument {
 		t.Errorf("without metadata: %v", err)
+	}
+}
+
+// A privileged container needs a privileged pod. A pod becomes privileged when a privileged
+// ephemeral container is added to it.
+func TestCheckPrivilegedContainer(t *testing.T) {
+	pod := func(privileged bool) *runtimeapi.PodSandboxConfig {
+		return &runtimeapi.PodSandboxConfig{Linux: &runtimeapi.LinuxPodSandboxConfig{
+			SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{Privileged: privileged}}}
+	}
+	config := &runtimeapi.ContainerConfig{
+		Metadata: &runtimeapi.ContainerMetadata{Name: "debugger"},
+		Linux:    &runtimeapi.LinuxContainerConfig{SecurityContext: &runtimeapi.LinuxContainerSecurityContext{Privileged: true}},
+	}
+	for what, test := range map[string]struct {
+		pod, current *runtimeapi.PodSandboxConfig
+		ok           bool
+	}{
+		"privileged pod":                     {pod(true), pod(true), true},
+		"privileged pod, without a second":   {pod(true), nil, true},
+		"pod that has become privileged":     {pod(false), pod(true), true},
+		"pod that is not privileged":         {pod(false), pod(false), false},
+		"unprivileged pod, without a second": {pod(false), nil, false},
+		"unprivileged pod, an empty second":  {pod(false), &runtimeapi.PodSandboxConfig{}, false},
+		"pod that was created as privileged": {pod(true), pod(false), true},
+	} {
+		if err := CheckContainer(config, test.pod, test.current); test.ok != (err == nil) || !test.ok && errdefs.Code(err) != codes.InvalidArgument {
+			t.Errorf("%s: %v", what, err)
+		}
 	}
 }
 

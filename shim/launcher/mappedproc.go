@@ -25,9 +25,8 @@ const procPlace = "/proc"
 const hiding = "hidepid=4"
 
 // coverProc mounts the node's proc filesystem over /proc in the container's mount namespace. CRIU's
-// first task mounts proc filesystems there. In a user namespace the kernel permits that only if a
-// proc filesystem is visible of which no part is masked. This thread returns to its mount
-// namespace.
+// first task mounts proc filesystems there. In a user namespace the kernel permits a new proc mount
+// only if an unmasked proc filesystem is visible. This thread returns to its mount namespace.
 func (b *mappedRestore) coverProc() error {
 	own, err := os.Open("/proc/thread-self/ns/mnt")
 	if err != nil {
@@ -88,31 +87,13 @@ func (b *mappedRestore) replaceProc(init int) error {
 		return err
 	}
 	defer inside.Close() // Close of a namespace cannot fail
-	done := make(chan error)
-	go func() {
-		runtime.LockOSThread() // the thread ends, because its children would be in the namespace
-		done <- func() error {
-			ns, err := os.Open(fmt.Sprintf("/proc/%d/ns/pid", init))
-			if err != nil {
-				return err
-			}
-			defer ns.Close() // Close of a namespace cannot fail
-			if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWPID); err != nil {
-				return os.NewSyscallError("setns", err)
-			}
-			args := append([]string{proto.ReplaceProc}, b.protectedProc()...)
-			cmd := exec.Command("/proc/self/fd/"+strconv.Itoa(int(program.Fd())), args...)
-			cmd.ExtraFiles = []*os.File{inside}
-			failpoint.Reach("launcher.replace-proc")
-			out, err := cmd.CombinedOutput()
-			failpoint.Reach("launcher.proc-replaced")
-			if err != nil {
-				err = fmt.Errorf("%w: %s", err, strings.TrimSpace(string(out)))
-			}
-			return err
-		}()
-	}()
-	if err := <-done; err != nil {
+	args := append([]string{proto.ReplaceProc}, b.protectedProc()...)
+	cmd := exec.Command("/proc/self/fd/"+strconv.Itoa(int(program.Fd())), args...)
+	cmd.ExtraFiles = []*os.File{inside}
+	failpoint.Reach("launcher.replace-proc")
+	err = runInPIDNamespace(fmt.Sprintf("/proc/%d/ns/pid", init), cmd)
+	failpoint.Reach("launcher.proc-replaced")
+	if err != nil {
 		return fmt.Errorf("mount proc: %w", err)
 	}
 	return nil

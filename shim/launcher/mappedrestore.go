@@ -150,20 +150,11 @@ func (b *mappedRestore) restore(room roomCRIU, streams []*rpc.InheritFd) error {
 	}
 	room.Hangup()
 	b.waiting.Wait()
-	late := stop()
-	switch {
-	case b.fault != nil:
-		return b.fault
-	case late:
-		return proto.Errorf(proto.FailedPrecondition, "CRIU has not restored the processes within %v", b.Restore.Timeout)
-	case b.ctx.Err() != nil && !b.gate.passed():
-		return errCancelled
-	case errors.Is(err, criu.ErrRefused):
-		return proto.Errorf(proto.FailedPrecondition, "restore from the checkpoint: %v%s", criu.ErrRefused, roomCause(room.work))
-	case err != nil:
-		return proto.Errorf(proto.FailedPrecondition, "restore from the checkpoint: %v%s", err, roomCause(room.work))
-	case !b.gate.passed():
-		return errors.New("CRIU resumed the processes before they were recorded")
+	if errors.Is(err, criu.ErrRefused) {
+		err = criu.ErrRefused
+	}
+	if err := b.verdict(stop(), err, func() string { return roomCause(room.work) }); err != nil {
+		return err
 	}
 	failpoint.Reach("launcher.mapped-restored")
 	// It is in memory (/run) and of no use now. If that fails, it ends with the container.

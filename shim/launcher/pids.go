@@ -65,32 +65,37 @@ func enterAndReserve(namespace string, pid int) error {
 		return fmt.Errorf("reserve process IDs: %w", err)
 	}
 	defer program.Close() // it was only executed
-	done := make(chan error)
-	go func() {
-		runtime.LockOSThread() // the thread ends, because its children would be in the namespace
-		done <- func() error {
-			ns, err := os.Open(namespace)
-			if err != nil {
-				return err
-			}
-			defer ns.Close() // Close of a namespace cannot fail
-			if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWPID); err != nil {
-				return os.NewSyscallError("setns", err)
-			}
-			cmd := exec.Command(fmt.Sprintf("/proc/self/fd/%d", program.Fd()), proto.RaiseLastPID, strconv.Itoa(pid))
-			failpoint.Reach("launcher.reserve-pids")
-			out, err := cmd.CombinedOutput()
-			failpoint.Reach("launcher.pids-reserved")
-			if err != nil {
-				err = fmt.Errorf("%w: %s", err, strings.TrimSpace(string(out)))
-			}
-			return err
-		}()
-	}()
-	if err := <-done; err != nil {
+	cmd := exec.Command(fmt.Sprintf("/proc/self/fd/%d", program.Fd()), proto.RaiseLastPID, strconv.Itoa(pid))
+	failpoint.Reach("launcher.reserve-pids")
+	err = runInPIDNamespace(namespace, cmd)
+	failpoint.Reach("launcher.pids-reserved")
+	if err != nil {
 		return fmt.Errorf("reserve process IDs in %s: %w", namespace, err)
 	}
 	return nil
+}
+
+// runInPIDNamespace runs a command in a PID namespace, given by its path. An error has the output.
+func runInPIDNamespace(namespace string, cmd *exec.Cmd) error {
+	ns, err := os.Open(namespace)
+	if err != nil {
+		return err
+	}
+	defer ns.Close() // Close of a namespace cannot fail
+	done := make(chan error)
+	go func() {
+		runtime.LockOSThread() // the thread ends, because its children would be in the namespace
+		if err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWPID); err != nil {
+			done <- os.NewSyscallError("setns", err)
+			return
+		}
+		out, err := cmd.CombinedOutput()
+		if err != nil {
+			err = fmt.Errorf("%w: %s", err, strings.TrimSpace(string(out)))
+		}
+		done <- err
+	}()
+	return <-done
 }
 
 // RaiseLastPID makes the kernel assign higher process IDs than pid in this process's PID namespace,

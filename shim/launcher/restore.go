@@ -161,7 +161,19 @@ func (b *restoreBackend) restore() error {
 		LsmProfile:      b.profile(),
 	})
 	b.waiting.Wait()
-	late := stop()
+	if err := b.verdict(stop(), err, func() string { return criuCause(b.workDir()) }); err != nil {
+		return err
+	}
+	failpoint.Reach("launcher.restored")
+	// They are in memory (/run) and of no use now. If that fails, they end with the container.
+	_ = errors.Join(os.RemoveAll(b.workDir()), os.RemoveAll(b.binDir()))
+	failpoint.Reach("launcher.criu-files-removed")
+	return nil
+}
+
+// verdict returns why the processes are not restored, or nil. late means that CRIU had no time left.
+// err is CRIU's failure, and cause returns the reason in its log.
+func (b *restoreBackend) verdict(late bool, err error, cause func() string) error {
 	switch {
 	case b.fault != nil:
 		return b.fault
@@ -170,14 +182,10 @@ func (b *restoreBackend) restore() error {
 	case b.ctx.Err() != nil && !b.gate.passed():
 		return errCancelled
 	case err != nil:
-		return proto.Errorf(proto.FailedPrecondition, "restore from the checkpoint: %v%s", err, criuCause(b.workDir()))
+		return proto.Errorf(proto.FailedPrecondition, "restore from the checkpoint: %v%s", err, cause())
 	case !b.gate.passed():
 		return errors.New("CRIU resumed the processes before they were recorded")
 	}
-	failpoint.Reach("launcher.restored")
-	// They are in memory (/run) and of no use now. If that fails, they end with the container.
-	_ = errors.Join(os.RemoveAll(b.workDir()), os.RemoveAll(b.binDir()))
-	failpoint.Reach("launcher.criu-files-removed")
 	return nil
 }
 

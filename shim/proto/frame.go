@@ -2,7 +2,6 @@ package proto
 
 import (
 	"encoding/binary"
-	"errors"
 	"time"
 
 	"berth/internal/frame"
@@ -92,14 +91,6 @@ type TerminalSize struct{ Width, Height uint16 }
 // Encode returns the payload of a FrameResize.
 func (s TerminalSize) Encode() []byte {
 	return binary.BigEndian.AppendUint16(binary.BigEndian.AppendUint16(nil, s.Width), s.Height)
-}
-
-// DecodeTerminalSize decodes the payload of a FrameResize.
-func DecodeTerminalSize(payload []byte) (TerminalSize, error) {
-	if len(payload) != 4 {
-		return TerminalSize{}, errors.New("bad terminal size")
-	}
-	return TerminalSize{binary.BigEndian.Uint16(payload), binary.BigEndian.Uint16(payload[2:])}, nil
 }
 
 // FreezeRequest names the cgroup of a container that the monitor freezes.

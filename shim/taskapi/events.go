@@ -90,8 +90,8 @@ func (c *command) watch(ctx context.Context) error {
 	}
 }
 
-// Forward receives an event of the pod's shim. The first fields of those that matter are the fields
-// of a WaitRequest: the IDs of the container and, of an exit, of the process.
+// Forward receives an event of the pod's shim. The relevant events begin with the fields of a
+// WaitRequest: the container's ID and, for an exit, the process's ID.
 func (p *pod) Forward(_ context.Context, request *events.ForwardRequest) (*emptypb.Empty, error) {
 	var of task.WaitRequest
 	file := map[string]string{"/tasks/oom": oomFile, "/tasks/exit": exitFile}[request.GetEnvelope().GetTopic()]

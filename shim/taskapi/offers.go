@@ -63,8 +63,8 @@ func (c *command) printFeatures(ctx context.Context) error {
 const gVisorAnnotations = "dev.gvisor."
 
 // help describes the command wait, as runsc does, if the processes of containers are invisible to
-// the node. Shims whose containers have namespaces of the node report them. So does gVisor's, whose
-// containers have namespaces in their sandbox. gVisor's figures of a container are its share of the
+// the node. A shim reports namespaces if its containers use the node's. gVisor's shim reports them
+// too, but they exist only in the sandbox. gVisor's statistics of a container are its share of the
 // sandbox's, so they are not offered.
 func (c *command) help(ctx context.Context) error {
 	f, err := c.features(ctx)

@@ -176,8 +176,8 @@ func checkDaemon(ctx context.Context) nodecheck.Finding {
 	return finding(subject, "", "", text)
 }
 
-// afterRestart returns the configuration that the running daemon would have after a restart. It is
-// that of the daemon's files, which may have changed since its start, with the daemon's flags.
+// afterRestart returns the configuration that the running daemon would have after a restart.
+// It consists of the daemon's files, which may have changed since its start, and the daemon's flags.
 // Flags given here take precedence. The warnings are those of [config.Load].
 func afterRestart(flags *pflag.FlagSet, running *config.Config) (*config.Config, []string, error) {
 	args, err := daemonArguments(running)

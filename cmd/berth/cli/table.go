@@ -13,10 +13,9 @@ type Color string
 
 // Colors of states.
 const (
-	Plain  Color = ""
-	Green  Color = "32"
-	Yellow Color = "33"
-	Red    Color = "31"
+	Plain Color = ""
+	Green Color = "32"
+	Red   Color = "31"
 )
 
 // Colored reports whether output to w may have colors: w is a terminal, and the environment

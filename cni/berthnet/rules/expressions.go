@@ -20,9 +20,8 @@ func add(conn *nftables.Conn, c *nftables.Chain, parts ...expressions) {
 
 // Registers. The 128-bit register 1 overlaps the first four 32-bit registers.
 const (
-	reg    = unix.NFT_REG_1
-	reg32  = unix.NFT_REG32_00
-	onReg1 = reg32 // the first word of register 1
+	reg   = unix.NFT_REG_1
+	reg32 = unix.NFT_REG32_00
 )
 
 func verdict(kind expr.VerdictKind) expressions { return expressions{&expr.Verdict{Kind: kind}} }

@@ -64,8 +64,7 @@ type Config struct {
 	// Room, if not nil, returns an error if the filesystem has no room for layers.
 	Room func() error
 	// Proofs is the number of failed attempts of a proof after which the layer is given up. An
-	// attempt may fail for lack of memory, for example. A layer must not stay in use without a
-	// proof for long. Default 600.
+	// attempt may fail for lack of memory, for example. Default 600.
 	Proofs int
 	// Waited, if not nil, is called with how long an access has waited. It must not block.
 	Waited func(time.Duration)

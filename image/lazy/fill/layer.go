@@ -266,8 +266,7 @@ func (l *Layer) openData(dir string, undo *cleanup.List) (err error) {
 	return nil
 }
 
-// setSpans sets which spans are filled. Spans that have no content need not be filled, unless the
-// blob is kept.
+// setSpans sets which spans are filled. Empty spans are filled only if the blob is kept.
 func (l *Layer) setSpans(has bitmap) {
 	l.spans = make([]spanState, l.x.Spans())
 	for i := range l.spans {
