@@ -176,14 +176,20 @@ int main(void)
 }
 `
 
-// runMainless launches mainless and waits for the end of its main thread.
-func (e *env) runMainless() *container {
+// compile adds a program to the containers' root filesystem.
+func (e *env) compile(name, source string) {
 	e.Helper()
-	compiler := exec.Command("cc", "-static", "-pthread", "-x", "c", "-o", filepath.Join(e.layer, "bin", "mainless"), "-")
-	compiler.Stdin = strings.NewReader(mainless)
+	compiler := exec.Command("cc", "-static", "-pthread", "-x", "c", "-o", filepath.Join(e.layer, "bin", name), "-")
+	compiler.Stdin = strings.NewReader(source)
 	if out, err := compiler.CombinedOutput(); err != nil {
 		e.Skipf("NOT TESTED: no C compiler with a static C library: %v\n%s", err, out)
 	}
+}
+
+// runMainless launches mainless and waits for the end of its main thread.
+func (e *env) runMainless() *container {
+	e.Helper()
+	e.compile("mainless", mainless)
 	c := e.run("c", "exec mainless")
 	if err := OpenMonitor(c.Dir).ReopenLog(e.ctx); err != nil { // it works
 		e.Fatal(err)
@@ -209,6 +215,63 @@ func TestStatusOfOtherThread(t *testing.T) {
 			if exit := c.wait(); exit.Code != end.code {
 				t.Errorf("exit = %+v, want code %d", exit, end.code)
 			}
+		})
+	}
+}
+
+// orphaned is a program that the kernel kills at the end of its parent. It exits at the end of its
+// input.
+const orphaned = `
+#include <signal.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+int main(void)
+{
+	char c;
+	if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0 || write(1, "set\n", 4) != 4)
+		return 1;
+	while (read(0, &c, 1) > 0)
+		;
+	return 5;
+}
+`
+
+// The parent of a container does not end before the container does: not with the launch, and not
+// with the launcher.
+func TestContainerKeepsItsParent(t *testing.T) {
+	for name, end := range map[string]func(e *env, p *launcher){
+		"the launcher is retired": func(e *env, p *launcher) { e.retire(e.pop("", false)) },
+		"another launch fails": func(e *env, p *launcher) {
+			req := e.request("failing", "")
+			req.Spec.Process.Args = []string{"/no/such/program"}
+			if _, err := e.Launch(e.ctx, req); errdefs.Code(err) != codes.InvalidArgument {
+				t.Errorf("error = %v", err)
+			}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			e, p := lastingEnv(t)
+			e.compile("orphaned", orphaned)
+			var all []*container
+			for i := range 10 {
+				all = append(all, e.run(fmt.Sprintf("c%d", i), "exec orphaned", withStdin))
+			}
+			for _, c := range all {
+				e.until("it has a signal", func() bool { return c.output("stdout") == "set\n" })
+			}
+			end(e, p)
+			e.until("the launcher is a reaper", func() bool { return e.reaps(p) })
+			for _, c := range all {
+				if got := e.parentOf(c.InitPID); got != p.pid {
+					t.Errorf("the parent of init is %d, not %d", got, p.pid)
+				}
+				testutil.Must(t, OpenMonitor(c.Dir).CloseStdin(t.Context()))
+				if exit := c.wait(); exit.Code != 5 {
+					t.Errorf("exit = %+v", exit)
+				}
+			}
+			e.until("the reaper has ended", func() bool { return unix.Kill(p.pid, 0) == unix.ESRCH })
 		})
 	}
 }

@@ -95,10 +95,7 @@ func (c *launch) run() (err error) {
 	defer c.undo.Run(&err)
 	// The daemon wrote the record before it sent the request. The launcher removes it last, because
 	// a launch that has no record counts as ended.
-	c.undo.Add("remove the shim record", func() error {
-		failpoint.Reach("launcher.remove-shim-record")
-		return ignore(unix.Unlink(filepath.Join(c.Dir, proto.ShimFile)), unix.ENOENT)
-	})
+	c.undo.Add("remove the shim record", c.removeRecord)
 	if err := c.check(); err != nil {
 		return err
 	}
@@ -142,6 +139,11 @@ func (c *launch) run() (err error) {
 	}
 	c.undo.Release()
 	return nil
+}
+
+func (c *launch) removeRecord() error {
+	failpoint.Reach("launcher.remove-shim-record")
+	return ignore(unix.Unlink(filepath.Join(c.Dir, proto.ShimFile)), unix.ENOENT)
 }
 
 // keepFiles holds the files open at the numbers where a later daemon looks for them, before

@@ -128,7 +128,11 @@ func (b *libcontainerBackend) create() (pid int, err error) {
 	if err := b.l.passFilter(b.process, b.config); err != nil {
 		return 0, err
 	}
-	if err := keepLockLimit(b.startInit); err != nil {
+	start := b.startInit
+	if b.Lasts {
+		start = b.startApart
+	}
+	if err := keepLockLimit(start); err != nil {
 		return 0, err
 	}
 	failpoint.Reach("launcher.init-started")

@@ -38,7 +38,7 @@ const memoryLimit = 24 << 20
 const leastProcs = 2
 
 // Main serves requests until the daemon closes the connection, and returns the exit status. It does
-// not return if it becomes a monitor.
+// not return if it becomes a monitor or a reaper. The caller has locked it to the first thread.
 func Main(settings proto.LauncherSettings) int {
 	// If nohup or a script in the background has started the daemon, it ignores these signals, and
 	// containers would inherit that. signal.Reset does not help. Unlike SIG_IGN, a handler does not
@@ -54,10 +54,20 @@ func Main(settings proto.LauncherSettings) int {
 	debug.SetMemoryLimit(memoryLimit)
 	l, err := start(settings)
 	if err == nil {
-		warm()
-		err = l.serve()
+		served := make(chan error)
+		go func() { // this thread must not run launches, because becomeReaper needs its mount namespace
+			warm()
+			served <- l.serve()
+		}()
+		err = <-served
 	}
-	if err != nil && !daemonIsGone(err) {
+	if daemonIsGone(err) {
+		err = nil
+	}
+	if l != nil && l.children.reap() > 0 {
+		err = errors.Join(err, l.becomeReaper())
+	}
+	if err != nil {
 		logFailure(os.Stderr, settings.LogFormat, l, err)
 		return 1
 	}

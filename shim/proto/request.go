@@ -52,6 +52,10 @@ func (s LauncherSettings) Args() []string {
 // RaiseLastPID is the first argument of berth-shim when a launcher runs it to reserve process IDs.
 const RaiseLastPID = "raise-last-pid"
 
+// ReapCommand is the argument with which a launcher executes the monitor's program at its end. The
+// program then waits for all its children.
+const ReapCommand = "reap"
+
 // ReplaceProc is the first argument of berth-shim when a launcher runs it to mount the proc
 // filesystem of a restored container.
 const ReplaceProc = "replace-proc"
