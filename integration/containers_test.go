@@ -320,8 +320,8 @@ func hostCaps(t *testing.T) (bits uint64) {
 	return bits
 }
 
-// kubelet adds a privileged ephemeral container to a pod that was created without one. The config of
-// the pod in the request is privileged then.
+// kubelet adds a privileged ephemeral container to a pod that was created without one. The pod's
+// config in the request is privileged then.
 func TestPrivilegedContainerIsAddedLater(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)

@@ -13,8 +13,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// CreateContainer implements RuntimeService. Of the pod's config in the request it uses only whether
-// the pod is privileged. The manager has the config of RunPodSandbox.
+// CreateContainer implements RuntimeService. Of the pod's config in the request it uses only
+// whether the pod is privileged. The manager has the config of RunPodSandbox.
 func (s *runtimeService) CreateContainer(ctx context.Context,
 	req *runtimeapi.CreateContainerRequest) (*runtimeapi.CreateContainerResponse, error) {
 	cfg := req.GetConfig()

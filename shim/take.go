@@ -88,9 +88,9 @@ func (l *Launchers) pop(execIn string, childless bool) *launcher {
 //
 // If there is no such launcher, an exec takes a launcher that has loaded no container, even if no
 // other such launcher is left. Any launcher can launch, and probes come more often than launches.
-// Otherwise an exec takes the launcher that has been idle longest. Probes of several containers then
-// keep one launcher each. It takes no spare launcher, because a used launcher never becomes old
-// enough to be retired.
+// Otherwise an exec takes the launcher that has been idle longest. Probes of several containers
+// then keep one launcher each. It takes no spare launcher, because a used launcher never becomes
+// old enough to be retired.
 //
 // +checklocks:l.mu
 func (l *Launchers) choose(execIn string) int {

@@ -222,7 +222,8 @@ func (r *Repository) askAll(ctx context.Context, caps capability, ask func(*endp
 // decides the code. The text has the errors of all hosts.
 //
 // A host that could not be reached before is skipped for this image. The last remaining host is
-// always asked. A mirror that is down would otherwise delay each manifest and layer by its dial timeout.
+// always asked. A mirror that is down would otherwise delay each manifest and layer by its dial
+// timeout.
 func (r *Repository) askOnce(ctx context.Context, caps capability, first int, ask func(*endpoint) error) error {
 	var failed []error
 	places := r.hosts(caps, first)

@@ -103,8 +103,8 @@ func addProcesses(s Items) {
 	}
 }
 
-// isReaper reports whether a launcher has become this process, and containers of the launcher live. A
-// daemon that was killed leaves such processes.
+// isReaper reports whether a launcher has become this process, and containers of the launcher live.
+// A daemon that was killed leaves such processes.
 func isReaper(pid int) bool {
 	return strings.TrimSpace(machine.CommandLine(pid)) == "berth-monitor reap" && len(machine.ChildrenOf(pid)) > 0
 }

@@ -20,14 +20,16 @@ var shimEffects = regexp.MustCompile(`^(libcontainer\.Create|container\.(Start|R
 // unmarkedOfShims are functions of launchers and monitors with effects but without failpoints, and
 // the reason.
 var unmarkedOfShims = map[string]string{
-	"shim/launcher.clampOOMScore":    "affects only the launcher",
-	"shim/launcher.endChildren":      signal,
-	"shim/launcher.chown":            "affects only its own pipes",
-	"shim/launcher.nameProcess":      "affects only the launcher",
-	"shim/launcher.openOOM":          "a registration that ends with the process",
-	"shim/launcher.removeEmptyExecs": "unused cgroups, which the next cleanup removes",
-	"shim/monitor.each_pid":          signal,
-	"shim/monitor.write_file":        byCaller,
+	"shim/launcher.clampOOMScore":     "affects only the launcher",
+	"shim/launcher.endChildren":       signal,
+	"shim/launcher.chown":             "affects only its own pipes",
+	"shim/launcher.nameProcess":       "affects only the launcher",
+	"shim/launcher.openOOM":           "a registration that ends with the process",
+	"shim/launcher.nullStreams":       "affects only the launcher",
+	"shim/launcher.runInPIDNamespace": "its callers have them",
+	"shim/launcher.removeEmptyExecs":  "unused cgroups, which the next cleanup removes",
+	"shim/monitor.each_pid":           signal,
+	"shim/monitor.write_file":         byCaller,
 }
 
 // A function of a launcher or monitor that has effects must have a failpoint. Several effects may

@@ -35,7 +35,8 @@ func (d Dirs) Prepare() error {
 		}
 		failpoint.Reach("layout.directory-made")
 	}
-	if err := os.Chmod(d.EmptyLayer(), 0o755); err != nil { // it gives / of an image without layers its mode
+	// It gives / of an image without layers its mode.
+	if err := os.Chmod(d.EmptyLayer(), 0o755); err != nil {
 		return fmt.Errorf("set mode of the empty layer: %w", err)
 	}
 	failpoint.Reach("layout.empty-layer-made")

@@ -39,8 +39,8 @@ func CheckPod(config *runtimeapi.PodSandboxConfig) error {
 }
 
 // CheckContainer rejects the invalid config of a container in that pod. current is the pod's config
-// in the request, nil if there is none. It may permit a privileged container that the pod's creation
-// did not: an ephemeral container is added later.
+// in the request, nil if there is none. It may permit a privileged container that the pod's
+// creation did not: an ephemeral container is added later.
 func CheckContainer(config *runtimeapi.ContainerConfig, pod, current *runtimeapi.PodSandboxConfig) error {
 	md := config.GetMetadata()
 	if md == nil {

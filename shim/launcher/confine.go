@@ -27,10 +27,10 @@ import (
 // volume cannot lead there, because of the mount option nosymfollow (see links.go).
 //
 // libcontainer makes files of its own on the same thread, before and after it starts CRIU. So the
-// namespace becomes read-only just before CRIU starts. The thread leaves it before libcontainer sends
-// CRIU's first request. libcontainer has no callback for these moments,
-// but it logs a message at each. restoreNamespace is a hook of its log, like resumeGate. If a
-// message is missing, the processes are not resumed.
+// namespace becomes read-only just before CRIU starts. The thread leaves it before libcontainer
+// sends CRIU's first request. libcontainer has no callback for these moments, but it logs a message
+// at each. restoreNamespace is a hook of its log, like resumeGate. If a message is missing, the
+// processes are not resumed.
 type restoreNamespace struct {
 	outside  *os.File // the thread's mount namespace before and after the start of CRIU
 	writable []string // mount points

@@ -23,8 +23,8 @@ import (
 // container's init and of the monitor, and reaps both. The monitor gets init's status through its
 // pidfd.
 //
-// The kernel sends a process the signal of PR_SET_PDEATHSIG when its parent thread ends. So the first
-// thread of the launcher is the parent (startApart), and executes a reaper instead of its end
+// The kernel sends a process the signal of PR_SET_PDEATHSIG when its parent thread ends. So the
+// first thread of the launcher is the parent (startApart). It does not end, but executes a reaper
 // (becomeReaper). Only if the launcher is killed, process 1 adopts the processes.
 
 // runApart is run on a thread of its own, in a copy of the host's mount namespace. The thread ends
@@ -70,7 +70,7 @@ func onOwnThread(do func() error) error {
 	return <-done
 }
 
-// startApart starts init on a thread that ends with it. Then the launcher's first thread becomes the
+// startApart starts init on a thread that ends then. So the launcher's first thread becomes the
 // parent, before init executes the container's command.
 func (b *libcontainerBackend) startApart() error {
 	thread := 0
@@ -94,8 +94,8 @@ func (b *libcontainerBackend) startApart() error {
 // threadEnd is about the time in which Go ends a thread.
 const threadEnd = 20 * time.Microsecond
 
-// becomeReaper executes a program that waits for the children of this process. The calling thread is
-// their parent. becomeReaper returns only on an error.
+// becomeReaper executes a program that waits for the children of this process. The calling thread
+// is their parent. becomeReaper returns only on an error.
 func (l *launcher) becomeReaper() error {
 	if err := enterMounts(l.hostMnt); err != nil {
 		return err

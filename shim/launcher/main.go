@@ -55,7 +55,7 @@ func Main(settings proto.LauncherSettings) int {
 	l, err := start(settings)
 	if err == nil {
 		served := make(chan error)
-		go func() { // this thread must not run launches, because becomeReaper needs its mount namespace
+		go func() { // this thread must not launch, because it is the parent of containers
 			warm()
 			served <- l.serve()
 		}()

@@ -171,8 +171,8 @@ func (b *restoreBackend) restore() error {
 	return nil
 }
 
-// verdict returns why the processes are not restored, or nil. late means that CRIU had no time left.
-// err is CRIU's failure, and cause returns the reason in its log.
+// verdict returns why the processes are not restored, or nil. late means that CRIU had no time
+// left. err is CRIU's failure, and cause returns the reason in its log.
 func (b *restoreBackend) verdict(late bool, err error, cause func() string) error {
 	switch {
 	case b.fault != nil:

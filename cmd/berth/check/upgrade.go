@@ -177,8 +177,8 @@ func checkDaemon(ctx context.Context) nodecheck.Finding {
 }
 
 // afterRestart returns the configuration that the running daemon would have after a restart.
-// It consists of the daemon's files, which may have changed since its start, and the daemon's flags.
-// Flags given here take precedence. The warnings are those of [config.Load].
+// It consists of the daemon's files, which may have changed since its start, and the daemon's
+// flags. Flags given here take precedence. The warnings are those of [config.Load].
 func afterRestart(flags *pflag.FlagSet, running *config.Config) (*config.Config, []string, error) {
 	args, err := daemonArguments(running)
 	if err != nil {

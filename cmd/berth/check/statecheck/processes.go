@@ -36,8 +36,8 @@ func (p *process) isMonitor() bool {
 	return strings.TrimSuffix(path.Base(p.exe), " (deleted)") == "berth-monitor"
 }
 
-// reaperName is the name of what a launcher becomes at its end. It runs the program of monitors, and
-// ends with the last container of the launcher.
+// reaperName is the name of what a launcher becomes at its end. It runs the program of monitors,
+// and ends with the last container of the launcher.
 const reaperName = "berth-reaper"
 
 // monitorOf reports whether the process is a monitor installed by a daemon with this root.
