@@ -332,7 +332,7 @@ func TestPrivilegedContainerIsAddedLater(t *testing.T) {
 	before := cgroups()
 	pod.Config.Linux.SecurityContext.Privileged = true
 	c := pod.Run(t, harness.Security(harness.Privileged))
-	c.Exec(t, "mount", "-t", "tmpfs", "tmpfs", "/mnt")
+	c.Exec(t, "sh", "-c", "mkdir /m && mount -t tmpfs tmpfs /m")
 	harness.Equal(t, "mounts of the node's cgroups", cgroups(), before)
 	c.Stop(t, 0)
 	d.Restart(t)

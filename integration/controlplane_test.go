@@ -138,7 +138,7 @@ func testControlPlaneDebug(t *testing.T, c *cluster) {
 	harness.WantText(t, "processes in the ephemeral container", c.kubectl(t, "logs", "debug", "-c", "looker"), "1 sleep 123456")
 	// This profile adds a privileged container to a pod that was created without one.
 	c.kubectl(t, "debug", "debug", "--image", harness.BaseImage, "--profile", "sysadmin", "--container", "admin", "--",
-		"mount", "-t", "tmpfs", "tmpfs", "/mnt")
+		"sh", "-c", "mkdir /m && mount -t tmpfs tmpfs /m")
 	c.wait(t, "pod/debug", `jsonpath={.status.ephemeralContainerStatuses[?(@.name=="admin")].state.terminated.exitCode}=0`)
 }
 
