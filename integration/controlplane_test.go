@@ -139,7 +139,10 @@ func testControlPlaneDebug(t *testing.T, c *cluster) {
 	// This profile adds a privileged container to a pod that was created without one.
 	c.kubectl(t, "debug", "debug", "--image", harness.BaseImage, "--profile", "sysadmin", "--container", "admin", "--",
 		"sh", "-c", "mkdir /m && mount -t tmpfs tmpfs /m")
-	c.wait(t, "pod/debug", `jsonpath={.status.ephemeralContainerStatuses[?(@.name=="admin")].state.terminated.exitCode}=0`)
+	harness.EventuallyGot(t, "the privileged container has exited with 0", func() (bool, any) {
+		code := c.kubectl(t, "get", "pod", "debug", "-o", `jsonpath={.status.ephemeralContainerStatuses[?(@.name=="admin")].state.terminated.exitCode}`)
+		return code == "0", code
+	})
 }
 
 func testControlPlaneDeployment(t *testing.T, c *cluster) {
