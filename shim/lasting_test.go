@@ -1,6 +1,7 @@
 package shim
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"os"
@@ -274,6 +275,28 @@ func TestContainerKeepsItsParent(t *testing.T) {
 			e.until("the reaper has ended", func() bool { return unix.Kill(p.pid, 0) == unix.ESRCH })
 		})
 	}
+}
+
+// A launcher that is given away, or ends after its request, is not the parent of containers.
+func TestParentsAreNotGivenAway(t *testing.T) {
+	e, p := lastingEnv(t)
+	c := e.run("c", "read x", withStdin)
+	if got := c.launcherOf(); got != p.pid {
+		t.Fatalf("launcher %d launched the container, not %d", got, p.pid)
+	}
+	for name, test := range map[string]struct{ given, parent bool }{"probe": {false, true}, "session": {true, false}} {
+		x, err := e.Exec(e.ctx, &proto.Exec{ID: c.ID, ExecID: name, Process: testProcess("true"), Given: test.given})
+		testutil.Must(t, err)
+		if got := x.p.pid == p.pid; got != test.parent {
+			t.Errorf("%s: by the container's parent: %v", name, got)
+		}
+		code, err := x.Wait(e.ctx)
+		if err := errors.Join(err, x.Close()); code != 0 || err != nil {
+			t.Errorf("%s: exit code %d, %v", name, code, err)
+		}
+	}
+	testutil.Must(t, OpenMonitor(c.Dir).CloseStdin(t.Context()))
+	c.wait()
 }
 
 // On a kernel that forgets the status of a reaped process, the launcher becomes the monitor.

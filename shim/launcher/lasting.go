@@ -103,15 +103,26 @@ func (l *launcher) becomeReaper() error {
 	if err := nullStreams(); err != nil {
 		return err
 	}
-	path := l.settings.MonitorPath
+	path := fmt.Sprintf("/proc/self/fd/%d", l.monitor.Fd())
 	failpoint.Reach("launcher.become-reaper")
-	err := syscall.Exec(path, []string{filepath.Base(path), proto.ReapCommand}, failpoint.Env())
+	err := syscall.Exec(path, []string{filepath.Base(l.settings.MonitorPath), proto.ReapCommand}, failpoint.Env())
 	return fmt.Errorf("execute the reaper: %w", err)
+}
+
+// openMonitor opens the program for becomeReaper. A daemon of a later version may remove it.
+func (l *launcher) openMonitor() (err error) {
+	if l.monitor == nil {
+		l.monitor, err = os.OpenFile(l.settings.MonitorPath, unix.O_PATH, 0)
+	}
+	return err
 }
 
 // startMonitor starts the monitor. The monitor waits for handOver, and exits if this process ends
 // before.
 func (c *launch) startMonitor() error {
+	if err := c.l.openMonitor(); err != nil {
+		return err
+	}
 	gate, theirs, err := pipe("gate")
 	if err != nil {
 		return err

@@ -103,6 +103,7 @@ type launcher struct {
 	filters  *bpfcache.Table
 	warnings *warningList
 	children children // of earlier launches
+	monitor  *os.File // the monitor's program; nil before the first launch that lasts
 	last     *loaded  // the container of the last exec; nil: none yet
 	served   int      // requests since the last release of memory
 

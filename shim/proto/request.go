@@ -160,6 +160,10 @@ type Exec struct {
 	Runtime *ociruntime.Runtime `json:"runtime,omitempty"` // the container's; nil: libcontainer
 	Dir     string              `json:"dir,omitempty"`     // the container's shim directory; needed with Runtime only
 
+	// Given says that the exec and its launcher will belong to another process, which ends the
+	// launcher. So the launcher must not be the parent of containers. It is not sent.
+	Given bool `json:"-"`
+
 	// The daemon kills the remains of a lost launcher in this cgroup. It is not sent.
 	CgroupsPath   string `json:"-"` // as in the container's spec
 	SystemdCgroup bool   `json:"-"` // cgroup driver

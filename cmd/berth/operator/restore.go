@@ -190,6 +190,7 @@ func (r *restoreOptions) plan(path string, key *archive.Key) (*restorePlan, erro
 		return nil, err
 	}
 	plan.sandbox.Linux.CgroupParent = r.cgroup
+	plan.permitPrivileged()
 	plan.signer, plan.handler = a.Signer, cmp.Or(r.handler, plan.handler)
 	return plan, nil
 }

@@ -94,6 +94,23 @@ func TestRestorePlanUsesThisNode(t *testing.T) {
 	}
 }
 
+// RestorePod refuses a privileged container in a pod that is not privileged.
+func TestRestorePlanPermitsPrivileged(t *testing.T) {
+	t.Parallel()
+	for _, privileged := range []bool{false, true} {
+		plan, err := newRestorePlan(savedPod(t, nil, func(c *runtimeapi.ContainerConfig) {
+			c.Linux.SecurityContext.Privileged = privileged
+		}), podIdentity{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		plan.permitPrivileged()
+		if got := plan.sandbox.GetLinux().GetSecurityContext().GetPrivileged(); got != privileged {
+			t.Errorf("the pod is privileged: %v, its container: %v", got, privileged)
+		}
+	}
+}
+
 // without returns a copy of a list without a value.
 func without(list []string, value string) []string {
 	return slices.DeleteFunc(slices.Clone(list), func(v string) bool { return v == value })

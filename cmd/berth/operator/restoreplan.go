@@ -64,6 +64,19 @@ func newRestorePlan(m *archive.Manifest, identity podIdentity) (*restorePlan, er
 	return p, nil
 }
 
+// permitPrivileged makes the pod privileged if one of its containers is. Such a container may have
+// been added after the pod's creation.
+func (p *restorePlan) permitPrivileged() {
+	isPrivileged := func(c *runtimeapi.ContainerConfig) bool { return c.GetLinux().GetSecurityContext().GetPrivileged() }
+	if !slices.ContainsFunc(p.containers, isPrivileged) {
+		return
+	}
+	if p.sandbox.Linux.SecurityContext == nil {
+		p.sandbox.Linux.SecurityContext = &runtimeapi.LinuxSandboxSecurityContext{}
+	}
+	p.sandbox.Linux.SecurityContext.Privileged = true
+}
+
 // decodeConfig decodes a message of the CRI without unknown fields. ReadManifest has limited its
 // size and depth.
 func decodeConfig(data []byte, into proto.Message) error {
