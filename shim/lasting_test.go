@@ -80,13 +80,35 @@ func (e *env) mountsOf(pid int) string {
 
 func withStdin(r *proto.Launch) { r.Stdin = true }
 
+// inherited prints what a process inherits from the launcher.
+const inherited = "grep -E '^(Sig(Ign|Blk)|Cap(Inh|Amb|Bnd)|Groups|THP_enabled|NoNewPrivs|Seccomp):' /proc/self/status; " +
+	"umask; nice; cat /proc/self/oom_score_adj /proc/self/timerslack_ns /proc/self/coredump_filter; ulimit -a"
+
+// An exec inherits the same from a new launcher as from one that has served launches and execs.
+func TestExecsInheritTheSame(t *testing.T) {
+	used, p := lastingEnv(t)
+	fresh := newEnv(t)
+	fresh.keepsStatus = false // its launcher becomes the monitor
+	want, _, _ := fresh.run("fresh", "exec sleep 1000").execIn("0", inherited)
+	var last *container
+	for i := range 4 {
+		last = used.run(fmt.Sprintf("used-%d", i), "exec sleep 1000")
+		if got := last.launcherOf(); got != p.pid {
+			t.Fatalf("launcher %d launched the container, not %d", got, p.pid)
+		}
+	}
+	for n := range 4 {
+		if out, errs, code := last.execIn(itoa(n), inherited); out != want || code != 0 {
+			t.Errorf("an exec by a new launcher had\n%s\nexec %d has\n%s%s", want, n, out, errs)
+		}
+	}
+}
+
 // A launcher launches containers one after another. It keeps none of their files and mounts, and
 // reaps their inits and monitors.
 func TestLauncherLasts(t *testing.T) {
 	e, p := lastingEnv(t)
 	mounts := e.mountsOf(p.pid)
-	// What a process inherits from the launcher.
-	const inherited = "grep -E '^(Sig(Ign|Blk)|THP_enabled|NoNewPrivs|Seccomp):' /proc/self/status; ulimit -a"
 	var files map[string]int
 	var first string
 	for i := range 5 {
