@@ -41,7 +41,7 @@ func (l *Launchers) PrepareDump(ctx context.Context, req *proto.Dump) (_ *Dump, 
 	if err != nil {
 		return nil, err
 	}
-	p, err := l.take(l.cfg.Warm, "", true)
+	p, err := l.take(l.cfg.Warm, "", false)
 	if err != nil {
 		return nil, err
 	}

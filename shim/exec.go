@@ -30,7 +30,7 @@ func (l *Launchers) Exec(ctx context.Context, req *proto.Exec) (*Exec, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	e, err := l.execWith(ctx, req, func() (*launcher, error) { return l.take(true, req.ID, req.Runtime != nil || req.Given) })
+	e, err := l.execWith(ctx, req, func() (*launcher, error) { return l.take(true, req.ID, req.Runtime != nil) })
 	if errors.Is(err, errUnresponsive) {
 		if ctx.Err() != nil { // the command must not run after its client's deadline
 			return nil, context.Cause(ctx)
@@ -110,8 +110,7 @@ func (e *Exec) Close() error {
 }
 
 // HandOver gives the exec and its launcher to another process, as running.Exec.HandOver does. The
-// request had Given set. The launcher does not return to the pool. After an error the exec is
-// killed.
+// launcher does not return to the pool. After an error the exec is killed.
 func (e *Exec) HandOver(send func(running.Record, []*os.File) error) error {
 	failpoint.Reach("exec.hand-over")
 	if err := e.Exec.HandOver(e.p.proc, send); err != nil {

@@ -1,7 +1,6 @@
 package shim
 
 import (
-	"errors"
 	"fmt"
 	"maps"
 	"os"
@@ -80,35 +79,13 @@ func (e *env) mountsOf(pid int) string {
 
 func withStdin(r *proto.Launch) { r.Stdin = true }
 
-// inherited prints what a process inherits from the launcher.
-const inherited = "grep -E '^(Sig(Ign|Blk)|Cap(Inh|Amb|Bnd)|Groups|THP_enabled|NoNewPrivs|Seccomp):' /proc/self/status; " +
-	"umask; nice; cat /proc/self/oom_score_adj /proc/self/timerslack_ns /proc/self/coredump_filter; ulimit -a"
-
-// An exec inherits the same from a new launcher as from one that has served launches and execs.
-func TestExecsInheritTheSame(t *testing.T) {
-	used, p := lastingEnv(t)
-	fresh := newEnv(t)
-	fresh.keepsStatus = false // its launcher becomes the monitor
-	want, _, _ := fresh.run("fresh", "exec sleep 1000").execIn("0", inherited)
-	var last *container
-	for i := range 4 {
-		last = used.run(fmt.Sprintf("used-%d", i), "exec sleep 1000")
-		if got := last.launcherOf(); got != p.pid {
-			t.Fatalf("launcher %d launched the container, not %d", got, p.pid)
-		}
-	}
-	for n := range 4 {
-		if out, errs, code := last.execIn(itoa(n), inherited); out != want || code != 0 {
-			t.Errorf("an exec by a new launcher had\n%s\nexec %d has\n%s%s", want, n, out, errs)
-		}
-	}
-}
-
 // A launcher launches containers one after another. It keeps none of their files and mounts, and
 // reaps their inits and monitors.
 func TestLauncherLasts(t *testing.T) {
 	e, p := lastingEnv(t)
 	mounts := e.mountsOf(p.pid)
+	// What a process inherits from the launcher.
+	const inherited = "grep -E '^(Sig(Ign|Blk)|THP_enabled|NoNewPrivs|Seccomp):' /proc/self/status; ulimit -a"
 	var files map[string]int
 	var first string
 	for i := range 5 {
@@ -199,20 +176,14 @@ int main(void)
 }
 `
 
-// compile adds a program to the containers' root filesystem.
-func (e *env) compile(name, source string) {
-	e.Helper()
-	compiler := exec.Command("cc", "-static", "-pthread", "-x", "c", "-o", filepath.Join(e.layer, "bin", name), "-")
-	compiler.Stdin = strings.NewReader(source)
-	if out, err := compiler.CombinedOutput(); err != nil {
-		e.Skipf("NOT TESTED: no C compiler with a static C library: %v\n%s", err, out)
-	}
-}
-
 // runMainless launches mainless and waits for the end of its main thread.
 func (e *env) runMainless() *container {
 	e.Helper()
-	e.compile("mainless", mainless)
+	compiler := exec.Command("cc", "-static", "-pthread", "-x", "c", "-o", filepath.Join(e.layer, "bin", "mainless"), "-")
+	compiler.Stdin = strings.NewReader(mainless)
+	if out, err := compiler.CombinedOutput(); err != nil {
+		e.Skipf("NOT TESTED: no C compiler with a static C library: %v\n%s", err, out)
+	}
 	c := e.run("c", "exec mainless")
 	if err := OpenMonitor(c.Dir).ReopenLog(e.ctx); err != nil { // it works
 		e.Fatal(err)
@@ -240,85 +211,6 @@ func TestStatusOfOtherThread(t *testing.T) {
 			}
 		})
 	}
-}
-
-// orphaned is a program that the kernel kills at the end of its parent. It exits at the end of its
-// input.
-const orphaned = `
-#include <signal.h>
-#include <sys/prctl.h>
-#include <unistd.h>
-
-int main(void)
-{
-	char c;
-	if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0 || write(1, "set\n", 4) != 4)
-		return 1;
-	while (read(0, &c, 1) > 0)
-		;
-	return 5;
-}
-`
-
-// The parent of a container does not end before the container does: not with the launch, and not
-// with the launcher.
-func TestContainerKeepsItsParent(t *testing.T) {
-	for name, end := range map[string]func(e *env, p *launcher){
-		"the launcher is retired": func(e *env, p *launcher) { e.retire(e.pop("", false)) },
-		"another launch fails": func(e *env, p *launcher) {
-			req := e.request("failing", "")
-			req.Spec.Process.Args = []string{"/no/such/program"}
-			if _, err := e.Launch(e.ctx, req); errdefs.Code(err) != codes.InvalidArgument {
-				t.Errorf("error = %v", err)
-			}
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			e, p := lastingEnv(t)
-			e.compile("orphaned", orphaned)
-			var all []*container
-			for i := range 10 {
-				all = append(all, e.run(fmt.Sprintf("c%d", i), "exec orphaned", withStdin))
-			}
-			for _, c := range all {
-				e.until("it has a signal", func() bool { return c.output("stdout") == "set\n" })
-			}
-			end(e, p)
-			e.until("the launcher is a reaper", func() bool { return e.reaps(p) })
-			for _, c := range all {
-				if got := e.parentOf(c.InitPID); got != p.pid {
-					t.Errorf("the parent of init is %d, not %d", got, p.pid)
-				}
-				testutil.Must(t, OpenMonitor(c.Dir).CloseStdin(t.Context()))
-				if exit := c.wait(); exit.Code != 5 {
-					t.Errorf("exit = %+v", exit)
-				}
-			}
-			e.until("the reaper has ended", func() bool { return unix.Kill(p.pid, 0) == unix.ESRCH })
-		})
-	}
-}
-
-// A launcher that is given away, or ends after its request, is not the parent of containers.
-func TestParentsAreNotGivenAway(t *testing.T) {
-	e, p := lastingEnv(t)
-	c := e.run("c", "read x", withStdin)
-	if got := c.launcherOf(); got != p.pid {
-		t.Fatalf("launcher %d launched the container, not %d", got, p.pid)
-	}
-	for name, test := range map[string]struct{ given, parent bool }{"probe": {false, true}, "session": {true, false}} {
-		x, err := e.Exec(e.ctx, &proto.Exec{ID: c.ID, ExecID: name, Process: testProcess("true"), Given: test.given})
-		testutil.Must(t, err)
-		if got := x.p.pid == p.pid; got != test.parent {
-			t.Errorf("%s: by the container's parent: %v", name, got)
-		}
-		code, err := x.Wait(e.ctx)
-		if err := errors.Join(err, x.Close()); code != 0 || err != nil {
-			t.Errorf("%s: exit code %d, %v", name, code, err)
-		}
-	}
-	testutil.Must(t, OpenMonitor(c.Dir).CloseStdin(t.Context()))
-	c.wait()
 }
 
 // On a kernel that forgets the status of a reaped process, the launcher becomes the monitor.

@@ -70,9 +70,9 @@ func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Start
 		}
 		started, again, err = l.launchWith(ctx, p, req)
 	}
-	p.parent = p.parent || req.Lasts && err == nil
 	switch {
 	case again && err == nil:
+		p.parent = p.parent || req.Lasts
 		l.put(p)
 	case req.Pause != "" || req.Lasts || err != nil:
 		l.retire(p)

@@ -7,10 +7,8 @@ import (
 	"io"
 	"log/slog"
 	"os"
-	"path/filepath"
 	"slices"
 	"strconv"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -391,16 +389,14 @@ func (l *Launchers) retire(p *launcher, after ...func()) {
 		for _, do := range after {
 			do()
 		}
-		_ = pidfd.Wait(l.ctx, p.proc) // it may be a reaper; after the daemon's end, init reaps it
 	})
 }
 
-// awaitEnd waits until a retired launcher ends or has become a reaper, and kills it after
-// retireTimeout.
+// awaitEnd waits for the end of a retired launcher and kills it after retireTimeout.
 func (l *Launchers) awaitEnd(p *launcher) {
 	ctx, cancel := context.WithTimeout(context.Background(), retireTimeout)
 	defer cancel()
-	if err := l.endOf(ctx, p); err == nil {
+	if err := pidfd.Wait(ctx, p.proc); err == nil {
 		return
 	}
 	l.cfg.Log.Warn("launcher does not exit, killing it", "pid", p.pid)
@@ -410,31 +406,6 @@ func (l *Launchers) awaitEnd(p *launcher) {
 	}
 	l.cfg.Log.Error("kill launcher", "pid", p.pid, "error", err)
 	_ = pidfd.Wait(l.ctx, p.proc) // a frozen launcher exits when it is thawed, and is reaped then
-}
-
-// endOf waits until a launcher ends or has become a reaper.
-func (l *Launchers) endOf(ctx context.Context, p *launcher) error {
-	for p.parent && !l.reaps(p) {
-		look, cancel := context.WithTimeout(ctx, reaperInterval)
-		err := pidfd.Wait(look, p.proc)
-		cancel()
-		if err == nil || ctx.Err() != nil {
-			return err
-		}
-	}
-	if p.parent {
-		return nil
-	}
-	return pidfd.Wait(ctx, p.proc)
-}
-
-// reaperInterval is the time between two checks whether a launcher has become a reaper.
-const reaperInterval = 5 * time.Millisecond
-
-// reaps reports whether a launcher has become a reaper, which executes the monitor's program.
-func (l *Launchers) reaps(p *launcher) bool {
-	exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", p.pid))
-	return err == nil && filepath.Base(strings.TrimSuffix(exe, " (deleted)")) == filepath.Base(l.cfg.MonitorPath)
 }
 
 // kill kills a process and reaps it.

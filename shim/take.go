@@ -47,7 +47,6 @@ func (l *Launchers) takeFor(ctx context.Context, req *proto.Launch) (*launcher, 
 // take returns an idle launcher, or starts one. execIn is the container of an exec, and empty for a
 // launch. take skips launchers that have died while idle. With childless it skips those that are
 // parents of containers: a restore, an OCI runtime or a future monitor take each child for theirs.
-// A dump, and an exec that is given away, end their launcher.
 func (l *Launchers) take(mayBeIdle bool, execIn string, childless bool) (*launcher, error) {
 	for mayBeIdle {
 		p := l.pop(execIn, childless)

@@ -5,7 +5,6 @@ package main
 import (
 	"fmt"
 	"os"
-	"runtime"
 
 	_ "github.com/opencontainers/runc/libcontainer/nsenter" // enters namespaces before Go's runtime starts
 
@@ -19,7 +18,6 @@ func init() {
 	if len(os.Args) > 1 && os.Args[1] == "init" {
 		launcher.Init()
 	}
-	runtime.LockOSThread() // launcher.Main needs the first thread
 }
 
 // helpers are the tasks for which a launcher runs this program in another namespace, by the first

@@ -97,16 +97,10 @@ func addProcesses(s Items) {
 		switch fields := strings.Fields(stat[end+1:]); {
 		case fields[0] == "Z":
 			s.Add("zombie", stat[strings.IndexByte(stat, '('):end+1])
-		case !isKernelThread(fields[6]) && !isReaper(pid):
+		case !isKernelThread(fields[6]):
 			s.Add("process", processName(pid))
 		}
 	}
-}
-
-// isReaper reports whether a launcher has become this process, and containers of the launcher live.
-// A daemon that was killed leaves such processes.
-func isReaper(pid int) bool {
-	return strings.TrimSpace(machine.CommandLine(pid)) == "berth-monitor reap" && len(machine.ChildrenOf(pid)) > 0
 }
 
 // isKernelThread checks the flags of /proc/PID/stat (PF_KTHREAD). A guest's PID namespace contains

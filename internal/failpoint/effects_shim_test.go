@@ -25,7 +25,6 @@ var unmarkedOfShims = map[string]string{
 	"shim/launcher.chown":             "affects only its own pipes",
 	"shim/launcher.nameProcess":       "affects only the launcher",
 	"shim/launcher.openOOM":           "a registration that ends with the process",
-	"shim/launcher.nullStreams":       "affects only the launcher",
 	"shim/launcher.runInPIDNamespace": "its callers have them",
 	"shim/launcher.removeEmptyExecs":  "unused cgroups, which the next cleanup removes",
 	"shim/monitor.each_pid":           signal,

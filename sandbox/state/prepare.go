@@ -1,6 +1,7 @@
 package state
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -35,8 +36,8 @@ func (d Dirs) Prepare() error {
 		}
 		failpoint.Reach("layout.directory-made")
 	}
-	// It gives / of an image without layers its mode.
-	if err := os.Chmod(d.EmptyLayer(), 0o755); err != nil {
+	// It gives / of an image without layers its mode. A root that is read-only keeps the mode.
+	if err := os.Chmod(d.EmptyLayer(), 0o755); err != nil && !errors.Is(err, unix.EROFS) {
 		return fmt.Errorf("set mode of the empty layer: %w", err)
 	}
 	failpoint.Reach("layout.empty-layer-made")

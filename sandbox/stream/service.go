@@ -253,9 +253,7 @@ func (s *Service) StartExec(ctx context.Context, id string, command Command, std
 	}
 	err = s.holds.check(c.String())
 	if err == nil {
-		request := s.execRequest(c, command)
-		request.Given = true // to the session's process
-		process, kept, err = s.start(ctx, request, stdin, stdout, stderr)
+		process, kept, err = s.start(ctx, s.execRequest(c, command), stdin, stdout, stderr)
 	}
 	if err != nil {
 		release()

@@ -219,27 +219,18 @@ func enterMounts(ns *os.File) error {
 	return os.NewSyscallError("chdir", unix.Chdir("/"))
 }
 
-// nullStreams makes the standard streams null. The daemon's may be pipes whose reader waits for end
-// of file.
-func nullStreams() error {
-	null, err := unix.Open("/dev/null", unix.O_RDWR|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return os.NewSyscallError("open /dev/null", err)
-	}
-	for _, std := range []int{0, 1, 2} {
-		if err := unix.Dup3(null, std, 0); err != nil {
-			return os.NewSyscallError("dup3", err)
-		}
-	}
-	return nil
-}
-
 // becomeMonitor executes the monitor. It returns only on an error. The parameter keep keeps the
 // launch's files reachable. Otherwise the garbage collector would close their descriptors.
 func (l *launcher) becomeMonitor(path string, p *proto.MonitorParams, keep *launch) error {
 	defer runtime.KeepAlive(keep)
-	if err := nullStreams(); err != nil {
-		return err
+	null, err := unix.Open("/dev/null", unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return os.NewSyscallError("open /dev/null", err)
+	}
+	for _, std := range []int{0, 1, 2} { // the daemon's may be pipes whose reader waits for end of file
+		if err := unix.Dup3(null, std, 0); err != nil {
+			return os.NewSyscallError("dup3", err)
+		}
 	}
 	inherited := p.FDs()
 	for _, f := range keep.kept {

@@ -10,7 +10,6 @@ import (
 	"slices"
 	"sync"
 	"syscall"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -21,37 +20,28 @@ import (
 
 // A launcher that outlives its launch (proto.Launch.Lasts, ADR 039) is the parent of the
 // container's init and of the monitor, and reaps both. The monitor gets init's status through its
-// pidfd.
-//
-// The kernel sends a process the signal of PR_SET_PDEATHSIG when its parent thread ends. So the
-// first thread of the launcher is the parent (startApart). It does not end, but executes a reaper
-// (becomeReaper). Only if the launcher is killed, process 1 adopts the processes.
+// pidfd. If the launcher ends first, process 1 adopts and reaps them.
 
 // runApart is run on a thread of its own, in a copy of the host's mount namespace. The thread ends
 // with it. So the container's mounts are gone from this process, and the next launch sees the
 // host's current mounts.
 func (c *launch) runApart() error {
 	return onOwnThread(func() error {
-		if err := c.copyMounts(); err != nil {
-			return errors.Join(err, c.removeRecord())
+		if err := restoreSlack(); err != nil {
+			return err
+		}
+		if err := c.l.enterHost(); err != nil {
+			return err
+		}
+		if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
+			return os.NewSyscallError("unshare(CLONE_NEWNS)", err)
+		}
+		var err error
+		if c.ownMounts, err = os.Open("/proc/thread-self/ns/mnt"); err != nil {
+			return err
 		}
 		return errors.Join(c.run(), c.ownMounts.Close())
 	})
-}
-
-// copyMounts moves this thread to a copy of the host's mount namespace.
-func (c *launch) copyMounts() (err error) {
-	if err := restoreSlack(); err != nil {
-		return err
-	}
-	if err := c.l.enterHost(); err != nil {
-		return err
-	}
-	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
-		return os.NewSyscallError("unshare(CLONE_NEWNS)", err)
-	}
-	c.ownMounts, err = os.Open("/proc/thread-self/ns/mnt")
-	return err
 }
 
 // onOwnThread runs do on a thread that ends with it. The thread is not the process's first, which
@@ -70,59 +60,9 @@ func onOwnThread(do func() error) error {
 	return <-done
 }
 
-// startApart starts init on a thread that ends then. So the launcher's first thread becomes the
-// parent, before init executes the container's command.
-func (b *libcontainerBackend) startApart() error {
-	thread := 0
-	err := onOwnThread(func() error {
-		thread = unix.Gettid()
-		if err := restoreSlack(); err != nil {
-			return err
-		}
-		if err := enterMounts(b.ownMounts); err != nil {
-			return err
-		}
-		return b.startInit()
-	})
-	for unix.Tgkill(os.Getpid(), thread, 0) == nil { // it ends now
-		pause := unix.NsecToTimespec(int64(threadEnd))
-		_ = unix.Nanosleep(&pause, nil) // an interruption shortens the sleep
-	}
-	return err
-}
-
-// threadEnd is about the time in which Go ends a thread.
-const threadEnd = 20 * time.Microsecond
-
-// becomeReaper executes a program that waits for the children of this process. The calling thread
-// is their parent. becomeReaper returns only on an error.
-func (l *launcher) becomeReaper() error {
-	if err := enterMounts(l.hostMnt); err != nil {
-		return err
-	}
-	if err := nullStreams(); err != nil {
-		return err
-	}
-	path := fmt.Sprintf("/proc/self/fd/%d", l.monitor.Fd())
-	failpoint.Reach("launcher.become-reaper")
-	err := syscall.Exec(path, []string{filepath.Base(l.settings.MonitorPath), proto.ReapCommand}, failpoint.Env())
-	return fmt.Errorf("execute the reaper: %w", err)
-}
-
-// openMonitor opens the program for becomeReaper. A daemon of a later version may remove it.
-func (l *launcher) openMonitor() (err error) {
-	if l.monitor == nil {
-		l.monitor, err = os.OpenFile(l.settings.MonitorPath, unix.O_PATH, 0)
-	}
-	return err
-}
-
 // startMonitor starts the monitor. The monitor waits for handOver, and exits if this process ends
 // before.
 func (c *launch) startMonitor() error {
-	if err := c.l.openMonitor(); err != nil {
-		return err
-	}
 	gate, theirs, err := pipe("gate")
 	if err != nil {
 		return err
@@ -262,9 +202,9 @@ func (c *children) list() []int {
 	return slices.Clone(c.pids)
 }
 
-// reap reaps the processes that have ended, and returns how many are left. It waits for no other
-// process, because libcontainer and package os wait for theirs.
-func (c *children) reap() int {
+// reap reaps the processes that have ended. It waits for no other process, because libcontainer and
+// package os wait for theirs.
+func (c *children) reap() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	left := c.pids[:0]
@@ -274,5 +214,4 @@ func (c *children) reap() int {
 		}
 	}
 	c.pids = left
-	return len(left)
 }

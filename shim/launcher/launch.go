@@ -95,7 +95,10 @@ func (c *launch) run() (err error) {
 	defer c.undo.Run(&err)
 	// The daemon wrote the record before it sent the request. The launcher removes it last, because
 	// a launch that has no record counts as ended.
-	c.undo.Add("remove the shim record", c.removeRecord)
+	c.undo.Add("remove the shim record", func() error {
+		failpoint.Reach("launcher.remove-shim-record")
+		return ignore(unix.Unlink(filepath.Join(c.Dir, proto.ShimFile)), unix.ENOENT)
+	})
 	if err := c.check(); err != nil {
 		return err
 	}
@@ -139,11 +142,6 @@ func (c *launch) run() (err error) {
 	}
 	c.undo.Release()
 	return nil
-}
-
-func (c *launch) removeRecord() error {
-	failpoint.Reach("launcher.remove-shim-record")
-	return ignore(unix.Unlink(filepath.Join(c.Dir, proto.ShimFile)), unix.ENOENT)
 }
 
 // keepFiles holds the files open at the numbers where a later daemon looks for them, before

@@ -128,11 +128,7 @@ func (b *libcontainerBackend) create() (pid int, err error) {
 	if err := b.l.passFilter(b.process, b.config); err != nil {
 		return 0, err
 	}
-	start := b.startInit
-	if b.Lasts {
-		start = b.startApart
-	}
-	if err := keepLockLimit(start); err != nil {
+	if err := keepLockLimit(b.startInit); err != nil {
 		return 0, err
 	}
 	failpoint.Reach("launcher.init-started")

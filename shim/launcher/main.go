@@ -38,7 +38,7 @@ const memoryLimit = 24 << 20
 const leastProcs = 2
 
 // Main serves requests until the daemon closes the connection, and returns the exit status. It does
-// not return if it becomes a monitor or a reaper. The caller has locked it to the first thread.
+// not return if it becomes a monitor.
 func Main(settings proto.LauncherSettings) int {
 	// If nohup or a script in the background has started the daemon, it ignores these signals, and
 	// containers would inherit that. signal.Reset does not help. Unlike SIG_IGN, a handler does not
@@ -54,20 +54,10 @@ func Main(settings proto.LauncherSettings) int {
 	debug.SetMemoryLimit(memoryLimit)
 	l, err := start(settings)
 	if err == nil {
-		served := make(chan error)
-		go func() { // this thread must not launch, because it is the parent of containers
-			warm()
-			served <- l.serve()
-		}()
-		err = <-served
+		warm()
+		err = l.serve()
 	}
-	if daemonIsGone(err) {
-		err = nil
-	}
-	if l != nil && l.children.reap() > 0 {
-		err = errors.Join(err, l.becomeReaper())
-	}
-	if err != nil {
+	if err != nil && !daemonIsGone(err) {
 		logFailure(os.Stderr, settings.LogFormat, l, err)
 		return 1
 	}
@@ -103,7 +93,6 @@ type launcher struct {
 	filters  *bpfcache.Table
 	warnings *warningList
 	children children // of earlier launches
-	monitor  *os.File // the monitor's program; nil before the first launch that lasts
 	last     *loaded  // the container of the last exec; nil: none yet
 	served   int      // requests since the last release of memory
 

@@ -62,26 +62,12 @@ static bool pass_gate(int gate)
 	return n == 1;
 }
 
-/* reap_children is what a launcher becomes at its end. It waits for all its children. */
-static int reap_children(void)
-{
-	long pid;
-
-	SYS4(prctl, PR_SET_NAME, "berth-reaper", 0, 0);
-	do
-		pid = sys_wait4(-1, NULL, 0);
-	while (pid > 0 || pid == -EINTR);
-	return 0; /* ECHILD */
-}
-
 static int monitor_main(int argc, char **argv)
 {
 	struct params p;
 	long result;
 
 	ignore_signals();
-	if (argc == 2 && text_equals(text_of(argv[1]), "reap"))
-		return reap_children();
 	/* Huge pages would round up the buffers. */
 	SYS4(prctl, PR_SET_THP_DISABLE, 1, 0, 0);
 	REACH("monitor.started");

@@ -20,7 +20,7 @@ import (
 const compactStart = 0
 
 // layout is a checksum of the types in compact messages. TestLayout calculates it.
-const layout uint64 = 0xec2f1f52bdd2b8bb
+const layout uint64 = 0x4870895d25df5810
 
 var errCompact = errors.New("it is damaged, or berth and berth-shim have different versions")
 

@@ -52,10 +52,6 @@ func (s LauncherSettings) Args() []string {
 // RaiseLastPID is the first argument of berth-shim when a launcher runs it to reserve process IDs.
 const RaiseLastPID = "raise-last-pid"
 
-// ReapCommand is the argument with which a launcher executes the monitor's program at its end. The
-// program then waits for all its children.
-const ReapCommand = "reap"
-
 // ReplaceProc is the first argument of berth-shim when a launcher runs it to mount the proc
 // filesystem of a restored container.
 const ReplaceProc = "replace-proc"
@@ -159,10 +155,6 @@ type Exec struct {
 
 	Runtime *ociruntime.Runtime `json:"runtime,omitempty"` // the container's; nil: libcontainer
 	Dir     string              `json:"dir,omitempty"`     // the container's shim directory; needed with Runtime only
-
-	// Given says that the exec and its launcher will belong to another process, which ends the
-	// launcher. So the launcher must not be the parent of containers. It is not sent.
-	Given bool `json:"-"`
 
 	// The daemon kills the remains of a lost launcher in this cgroup. It is not sent.
 	CgroupsPath   string `json:"-"` // as in the container's spec

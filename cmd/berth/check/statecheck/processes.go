@@ -36,10 +36,6 @@ func (p *process) isMonitor() bool {
 	return strings.TrimSuffix(path.Base(p.exe), " (deleted)") == "berth-monitor"
 }
 
-// reaperName is the name of what a launcher becomes at its end. It runs the program of monitors,
-// and ends with the last container of the launcher.
-const reaperName = "berth-reaper"
-
 // monitorOf reports whether the process is a monitor installed by a daemon with this root.
 func (p *process) monitorOf(root string) bool {
 	return p.isMonitor() && strings.HasPrefix(p.exe, filepath.Join(root, "bin")+"/")
@@ -267,7 +263,7 @@ func (f *facts) compareMonitor(d *finder, p *process) {
 	if launcher := f.processes[p.parent]; launcher != nil && f.isRecordedShim(launcher) {
 		return
 	}
-	if p.monitorOf(f.node.Root) && p.name != reaperName && !f.isRecordedShim(p) {
+	if p.monitorOf(f.node.Root) && !f.isRecordedShim(p) {
 		d.differ(p.String(), "a recorded container with a shim directory that names it", "a monitor without a shim record")
 	}
 }
