@@ -40,11 +40,11 @@ const criuProgram = "criu"
 func dumpFailed(t *testing.T, w *world, program string, err error) {
 	t.Helper()
 	ended := false
-	switch {
-	case program == harness.MonitorProgram:
+	switch program {
+	case harness.MonitorProgram:
 		w.isLost(t)
 		ended = true
-	case program == criuProgram:
+	case criuProgram:
 		ended = thawedOrEndedWithCRIU(t, w)
 		w.removeTemporaryMounts(t)
 	default:

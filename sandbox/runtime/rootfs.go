@@ -110,7 +110,8 @@ func (k Roots) FindVolumes(
 		if err != nil {
 			return nil, volumeFailed(mount, err)
 		}
-		if err := k.Images.Verify(ctx, img, cmp.Or(mount.Image.UserSpecifiedImage, mount.Image.Image), namespace); err != nil {
+		written := cmp.Or(mount.Image.UserSpecifiedImage, mount.Image.Image)
+		if err := k.Images.Verify(ctx, img, written, namespace); err != nil {
 			return nil, volumeFailed(mount, err)
 		}
 		volumes = append(volumes, state.Volume{Mount: i, ImageID: img.ID, Layers: img.Layers})
